@@ -1,0 +1,29 @@
+"""FedCLIP's attention adapter (Lu et al., 2023): a learned mask says which parts of the embedding matter.
+
+a(h) = softmax(W₂ tanh(W₁ h + b₁) + b₂),  h* = a(h)·h / ‖a(h)·h‖,  logits = scale · cos(h*, class name).
+2(d² + d) parameters, all shared. Initialised as torch's Linear: uniform in ±1/√d.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core import Params, linear
+from fedvlm.seeds import generator
+
+
+@dataclass(frozen=True)
+class Attention(Adapter):
+    def init(self, task: Task, seed: int) -> Params:
+        task.names()
+        draw, bound, d = generator(seed, 2), task.dim**-0.5, task.dim
+        shapes = {"w1": (d, d), "b1": (d,), "w2": (d, d), "b2": (d,)}
+        return {k: (torch.rand(s, generator=draw) * 2 - 1) * bound for k, s in shapes.items()}
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        hidden = torch.tanh(linear(x, params["w1"], params["b1"]))
+        mask = torch.softmax(linear(hidden, params["w2"], params["b2"]), dim=-1)
+        return task.scale * F.normalize(mask * x, dim=-1) @ task.names().mT

@@ -1,0 +1,23 @@
+"""A linear classifier on frozen image embeddings: logits = scale · w h."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedvlm.adapters.base import Adapter, Task, classifier
+from fedvlm.core import Params, linear
+
+
+@dataclass(frozen=True)
+class Head(Adapter):
+    init_from: Literal["text", "random"] = "text"  # where the classifier starts
+
+    def init(self, task: Task, seed: int) -> Params:
+        return {"head": classifier(task, self.init_from, seed)}
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * linear(x, params["head"])
+
+    def fold(self, task: Task, params: Params) -> Tensor | None:
+        return task.scale * params["head"]

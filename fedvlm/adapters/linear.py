@@ -1,0 +1,28 @@
+"""FedLT, FedOT's ablation: the private map is any matrix, started at I.  logits = scale · w_g (W h)/‖W h‖."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Adapter, Task, classifier
+from fedvlm.core import Params, linear
+
+
+@dataclass(frozen=True)
+class Linear(Adapter):
+    private: tuple[str, ...] = ("map",)
+    init_from: Literal["text", "random"] = "text"  # where the classifier starts
+
+    watches: ClassVar[tuple[str, ...]] = ("condition",)
+
+    def init(self, task: Task, seed: int) -> Params:
+        return {"head": classifier(task, self.init_from, seed), "map": torch.eye(task.dim)}
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * linear(F.normalize(linear(x, params["map"]), dim=-1), params["head"])
+
+    def diagnose(self, task: Task, params: Params) -> Params:
+        return {"condition": torch.linalg.cond(params["map"])}

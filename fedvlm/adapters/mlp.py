@@ -1,0 +1,34 @@
+"""FedAdapter, FedOT's non-linear ablation: a private two-layer network on the embedding.
+
+logits = scale · w_g n(h)/‖n(h)‖,  n(h) = h + V relu(U h + u) + v.
+Our reading (the paper gives no details): the network is residual with V = v = 0 at the start, so a newcomer, like
+FedOT's, has the identity; the hidden width is the embedding's.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Adapter, Task, classifier
+from fedvlm.core import Params, linear
+from fedvlm.seeds import generator
+
+
+@dataclass(frozen=True)
+class Mlp(Adapter):
+    private: tuple[str, ...] = ("u", "u0", "v", "v0")
+    init_from: Literal["text", "random"] = "text"  # where the classifier starts
+
+    def init(self, task: Task, seed: int) -> Params:
+        d = task.dim
+        u = (torch.rand(d, d, generator=generator(seed, 3)) * 2 - 1) * d**-0.5
+        private = {"u": u, "u0": torch.zeros(d), "v": torch.zeros(d, d), "v0": torch.zeros(d)}
+        return {"head": classifier(task, self.init_from, seed)} | private
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        hidden = torch.relu(linear(x, params["u"], params["u0"]))
+        adapted = x + linear(hidden, params["v"], params["v0"])
+        return task.scale * linear(F.normalize(adapted, dim=-1), params["head"])

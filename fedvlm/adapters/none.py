@@ -1,0 +1,17 @@
+"""Zero-shot: the frozen model as it is. Logits = scale · cos(image, class name)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core import Params
+
+
+@dataclass(frozen=True)
+class Nothing(Adapter):
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * x @ task.names().mT
+
+    def fold(self, task: Task, params: Params) -> Tensor | None:
+        return task.scale * task.names()

@@ -1,0 +1,157 @@
+"""Hugging Face models from a folder or the hub: CLIP (two towers), or a vision-only encoder (ViT, DINOv2, …).
+
+The towers load when first needed: a run whose features are stored never pays for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.core import FedvlmError
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def folder_of(name: str) -> Path:
+    """The model's local folder, fetched from the hub where the name is not a folder."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
+        except Exception as error:
+            raise FedvlmError(
+                f"backbone={name}: cannot be fetched from the hub ({type(error).__name__}). Offline, copy the model's "
+                "folder here and give its path (backbone=path/to/model), or use the embedded backbone=mini-clip"
+            ) from error
+    if not (folder / "config.json").is_file():
+        raise FedvlmError(f"backbone={name}: no config.json in that folder; it must be in Hugging Face format")
+    if not list(folder.glob("*.safetensors")):
+        raise FedvlmError(
+            f"backbone={name}: no .safetensors file; weights in other formats can run code, so save the model again "
+            "with save_pretrained(folder, safe_serialization=True)"
+        )
+    return folder
+
+
+def describe(folder: Path) -> dict:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise FedvlmError(f"backbone={folder}: config.json is not readable ({error})") from error
+
+
+def _processor(where: str | Path):
+    """The PIL processor: the same pixels with and without torchvision."""
+    try:
+        from transformers import CLIPImageProcessorPil as Processor
+    except ImportError:
+        from transformers import CLIPImageProcessor as Processor
+    return Processor.from_pretrained(where)
+
+
+def _fingerprint(folder: Path) -> str:
+    """Of the weights and the preprocessing."""
+    seen = hashlib.blake2b(digest_size=8)
+    for file in [*sorted(folder.glob("*.safetensors")), folder / "config.json", folder / "preprocessor_config.json"]:
+        if file.is_file():
+            with file.open("rb") as stream:
+                while chunk := stream.read(1 << 24):
+                    seen.update(chunk)
+    return seen.hexdigest()
+
+
+def _load(kind: str, folder: Path):
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise FedvlmError(f"backbone={folder}: does not load ({str(error).splitlines()[0]})") from error
+    return model.eval().requires_grad_(False)
+
+
+class Clip:
+    """Any CLIP in Hugging Face format."""
+
+    black_box = False
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
+        self.dim, self.scale = int(describe(folder).get("projection_dim", 512)), self._scale()
+
+    def _scale(self) -> float:
+        for file in self.folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as weights:
+                if "logit_scale" in weights.keys():  # noqa: SIM118
+                    return float(weights.get_tensor("logit_scale").float().exp())
+        raise FedvlmError(f"backbone={self.name}: its weights hold no logit_scale, so it is not a CLIP model")
+
+    @cached_property
+    def model(self):
+        return _load("CLIPModel", self.folder)
+
+    @cached_property
+    def processor(self):
+        return _processor(self.folder)
+
+    @cached_property
+    def tokenizer(self):
+        from transformers import CLIPTokenizer
+
+        return CLIPTokenizer.from_pretrained(self.folder)
+
+    @torch.inference_mode()
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
+        pooled = self.model.vision_model(pixel_values=pixels).pooler_output
+        return F.normalize(self.model.visual_projection(pooled), dim=-1)
+
+    @torch.inference_mode()
+    def texts(self, phrases: Sequence[str]) -> Tensor | None:
+        # padding to the longest phrase is exact: the tower is causal and pooled at the end-of-text token
+        tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt")
+        pooled = self.model.text_model(**tokens).pooler_output
+        return F.normalize(self.model.text_projection(pooled), dim=-1)
+
+
+class Vision:
+    """A vision-only encoder: its class token."""
+
+    black_box = False
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
+        self.dim = int(describe(folder).get("hidden_size", 0))
+        self.scale = 20.0  # no temperature of its own: our choice
+        if not self.dim:
+            raise FedvlmError(f"backbone={name}: its config.json names no hidden_size; is it an image encoder?")
+
+    @cached_property
+    def model(self):
+        return _load("AutoModel", self.folder)
+
+    @cached_property
+    def processor(self):
+        return _processor(self.folder)
+
+    @torch.inference_mode()
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
+        return F.normalize(self.model(pixel_values=pixels).last_hidden_state[:, 0], dim=-1)
+
+    def texts(self, phrases: Sequence[str]) -> Tensor | None:
+        return None

@@ -1,0 +1,131 @@
+"""An ONNX image encoder run by onnxruntime: float32 pixels [n, 3, height, width] in, embeddings [n, dim] out.
+
+Beside the model may lie `preprocessor_config.json` (Hugging Face CLIP format: size, crop, mean, std) and
+`classes.json`, {"scale": 20.5}, the logit scale. Without the first: the input's own size, with CLIP's mean and std.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fedvlm.backbones.base import checked
+from fedvlm.backbones.hf import _processor
+from fedvlm.core import FedvlmError
+
+SIDECAR = "preprocessor_config.json"
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+
+class Onnx:
+    black_box = True
+
+    def __init__(self, path: Path):
+        self.name = f"onnx:{path}"
+        self.who = f"backbone={self.name}"
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise FedvlmError(f'{self.who}: needs onnxruntime; pip install "fedvlm[onnx]"') from error
+        path = path.expanduser()
+        if not path.is_file():
+            raise FedvlmError(f"{self.who}: no such file; give the path of an .onnx model")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()  # OMP_NUM_THREADS holds here too
+        options.log_severity_level = 4
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's errors share no base class
+            raise FedvlmError(f"{self.who}: onnxruntime cannot load it ({error})") from error
+        self.input, self.batch, height, width = self._pixels()
+        config = _config(path.parent / SIDECAR, height, width, self.who)
+        with tempfile.TemporaryDirectory() as folder:  # one way in, for a sidecar found and a sidecar made up
+            (Path(folder) / SIDECAR).write_text(json.dumps(config))
+            try:
+                self.processor = _processor(folder)
+            except (TypeError, ValueError) as error:
+                raise FedvlmError(f"{self.who}: {SIDECAR} is not in CLIP's format ({error})") from error
+        classes = path.parent / "classes.json"
+        self.scale = _scale(classes, self.who) if classes.is_file() else 20.0
+        self.fingerprint = _fingerprint(path, json.dumps([config, self.scale], sort_keys=True))
+        self.dim = 0
+        self.dim = self.images([Image.linear_gradient("L")]).shape[1]
+
+    def _pixels(self) -> tuple[str, int | None, int | None, int | None]:
+        """The one input's name and its batch, height and width where they are fixed."""
+        inputs = self.session.get_inputs()
+        shape = inputs[0].shape if len(inputs) == 1 else []
+        if len(shape) != 4 or inputs[0].type != "tensor(float)" or (isinstance(shape[1], int) and shape[1] != 3):
+            found = ", ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
+            raise FedvlmError(f"{self.who}: takes {found}; export the image tower alone, float32 [n, 3, height, width]")
+        batch, _, height, width = (s if isinstance(s, int) and s > 0 else None for s in shape)
+        return inputs[0].name, batch, height, width
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        parts = [torch.empty(0, self.dim)] if not images else []
+        step = self.batch or len(images) or 1
+        for first in range(0, len(images), step):
+            part = list(images[first : first + step])
+            part += part[-1:] * (self.batch - len(part) if self.batch else 0)  # exported for exactly this many
+            try:
+                pixels = self.processor(images=part, do_convert_rgb=True, return_tensors="np")["pixel_values"]
+                found = self.session.run(None, {self.input: pixels.astype(np.float32)})[0]
+            except Exception as error:
+                raise FedvlmError(f"{self.who}: fails; does {SIDECAR} fit the model? ({error})") from error
+            parts.append(checked(found, len(part), f"{self.who}: its first output", self.dim))
+        return torch.cat(parts)[: len(images)]
+
+    def texts(self, phrases: Sequence[str]) -> Tensor | None:
+        return None
+
+
+def _config(file: Path, height: int | None, width: int | None, who: str) -> dict[str, Any]:
+    if not file.is_file():
+        if not height or not width:
+            raise FedvlmError(
+                f"{who}: its input has no fixed height and width; put a {SIDECAR} (Hugging Face CLIP format) beside it"
+            )
+        return CLIP | {"size": {"shortest_edge": max(height, width)}, "crop_size": {"height": height, "width": width}}
+    config = _json(file, who)
+    needed = ["size", *CLIP, *(["crop_size"] if config.get("do_center_crop", True) else [])]
+    missing = [k for k in needed if k not in config]
+    if missing:  # the processor would fill them in with those of another model
+        raise FedvlmError(f"{who}: {SIDECAR} lacks {', '.join(missing)}; write out CLIP's fields")
+    return config
+
+
+def _scale(file: Path, who: str) -> float:
+    scale = _json(file, who).get("scale", 20.0)
+    if not isinstance(scale, int | float) or not 0 < scale < 1e6:
+        raise FedvlmError(f'{who}: {file.name} says scale={scale!r}; write a positive number, {{"scale": 20.5}}')
+    return float(scale)
+
+
+def _json(file: Path, who: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise FedvlmError(f"{who}: {file.name} is not readable ({error})") from error
+    if not isinstance(found, dict):
+        raise FedvlmError(f"{who}: {file.name} holds a {type(found).__name__}; it must be a JSON object")
+    return found
+
+
+def _fingerprint(path: Path, sidecars: str) -> str:
+    """Of the model, its external weights (model.onnx.data, model.onnx_data), and the sidecars."""
+    seen = hashlib.blake2b(sidecars.encode(), digest_size=8)
+    for file in sorted(path.parent.glob(glob.escape(path.name) + "*")):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                seen.update(block)
+    return seen.hexdigest()

@@ -1,0 +1,216 @@
+"""The provider's side of http.py: a frozen encoder on a port, one request at a time through the model.
+
+It speaks plain HTTP: beyond your own machine, put TLS in front. Nothing a client sends is logged, nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import ipaddress
+import json
+import logging
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import save
+
+from fedvlm.backbones.base import PIXELS, Backbone
+from fedvlm.backbones.http import BINARY, unpack
+from fedvlm.core import FedvlmError
+
+log = logging.getLogger(__name__)
+
+
+def serve(
+    backbone: Backbone,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    limit_images: int = 256,
+    limit_bytes: int = 64 << 20,
+    on_ready: Callable[[str], object] | None = None,
+    texts: bool = False,
+) -> Server:
+    """Serves from a thread of its own: `.url`, `.wait()` until it is closed or interrupted, `.close()`."""
+    who = f"encode-server host={host} port={port}"
+    if not 0 <= port < 1 << 16:  # the system would take it modulo 65536
+        raise FedvlmError(f"{who}: not a port; choose one up to 65535, or port=0 for any")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise FedvlmError(f"{who}: not an address of this machine ({error}); try host=127.0.0.1") from error
+    if not token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise FedvlmError(f"{who}: others could use it; give a token (FEDVLM_TOKEN), or host=127.0.0.1")
+    backbone.images([Image.new("RGB", (64, 64))])  # loads it, and fails now rather than at the first request
+    if texts and backbone.texts(["a photo"]) is None:
+        raise FedvlmError(f"{who}: texts=true, but backbone={backbone.name} has no text tower; leave texts out")
+    info = {"name": backbone.name, "fingerprint": backbone.fingerprint, "dim": backbone.dim, "scale": backbone.scale}
+    info |= {"limit_images": limit_images, "limit_bytes": limit_bytes, "texts": texts}
+    try:
+        server = Server(family, address, backbone, info, token)
+    except OSError as error:
+        raise FedvlmError(f"{who}: cannot listen there ({error}); choose another port, or port=0 for any") from error
+    if on_ready:
+        on_ready(server.url)
+    return server
+
+
+class Server(ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, family: int, address: Any, backbone: Backbone, info: dict[str, Any], token: str | None):
+        self.address_family = family
+        super().__init__(address, _Handler)
+        self.backbone, self.info, self.token = backbone, info, token
+        self.model = threading.Lock()
+        host, port = self.socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if family == socket.AF_INET6 else f"http://{host}:{port}"
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        self.thread.join()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def handle_error(self, *_: object) -> None:
+        """A client that hung up, and nobody to tell."""
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, why: str):
+        self.status, self.why = status, why
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    timeout = 30  # seconds without a byte, then the thread is free again
+    server_version, sys_version = "fedvlm", ""
+    error_content_type = "application/json"
+    error_message_format = '{"error": "HTTP %(code)d"}'  # the standard library's own refusals
+
+    def do_GET(self) -> None:
+        self._answer({"/info": lambda: json.dumps(self.server.info).encode()}, "application/json")
+
+    def do_POST(self) -> None:
+        self._answer({"/": self._images} | ({"/texts": self._texts} if self.server.info["texts"] else {}), BINARY)
+
+    def _answer(self, routes: dict[str, Callable[[], bytes]], kind: str) -> None:
+        status = 200
+        self.unread = self._length()
+        try:
+            given = self.headers.get("Authorization", "").encode()
+            if self.server.token and not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+                raise _Refused(401, "the token is missing or wrong")
+            if self.path not in routes:
+                raise _Refused(404, "no such route; there are GET /info, POST / and, where info says so, POST /texts")
+            body = routes[self.path]()
+        except _Refused as refused:
+            status, kind, body = refused.status, "application/json", json.dumps({"error": refused.why}).encode()
+        except TimeoutError:
+            raise  # while reading: the base class hangs up
+        except Exception as error:
+            # where, not what: an error's message may quote what the client sent
+            log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+            status, kind, body = 500, "application/json", b'{"error": "the encoder failed; its log says where"}'
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        self.wfile.write(body)
+        # most clients read no reply before they have sent everything: hanging up on them would hide it
+        left = min(self.unread, 2 * self.server.info["limit_bytes"])
+        while left > 0 and (block := self.rfile.read(min(left, 1 << 16))):
+            left -= len(block)
+
+    def _length(self) -> int:
+        given = self.headers.get("Content-Length", "")
+        return int(given) if given.isdecimal() and len(given) < 20 else 0
+
+    def _body(self) -> bytes:
+        if not self.unread:
+            raise _Refused(411, "a body with a Content-Length is needed")
+        if self.unread > self.server.info["limit_bytes"]:
+            raise _Refused(413, f"{self.unread} bytes; limit_bytes is {self.server.info['limit_bytes']}")
+        body, expected, self.unread = self.rfile.read(self.unread), self.unread, 0
+        if len(body) < expected:
+            raise _Refused(400, "the body is shorter than its Content-Length")
+        return body
+
+    def _count(self, count: int) -> None:
+        if not 0 < count <= self.server.info["limit_images"]:
+            raise _Refused(413 if count else 400, f"{count} at once, of {self.server.info['limit_images']} at most")
+
+    def _images(self) -> bytes:
+        try:
+            tensors = unpack(self._body())
+        except ValueError as error:
+            raise _Refused(400, str(error)) from error
+        self._count(len(tensors))
+        if any(str(i) not in tensors for i in range(len(tensors))):
+            raise _Refused(400, 'tensors must be named "0", "1", … without a gap')
+        opened = [_opened(str(i), tensors[str(i)]) for i in range(len(tensors))]
+        with self.server.model:  # decoding too: one batch of pixels in memory, however many clients
+            return save({"embeddings": torch.cat([self.server.backbone.images(b) for b in _decoded(opened)])})
+
+    def _texts(self) -> bytes:
+        try:
+            phrases = json.loads(self._body())["phrases"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _Refused(400, 'the body must be JSON, {"phrases": [...]}') from error
+        if not isinstance(phrases, list) or not all(isinstance(p, str) for p in phrases):
+            raise _Refused(400, "phrases must be a list of strings")
+        self._count(len(phrases))
+        with self.server.model:
+            found = self.server.backbone.texts(phrases)
+        assert found is not None  # `serve` asked before it offered
+        return save({"embeddings": found.contiguous()})
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: what clients ask for is theirs."""
+
+
+def _opened(name: str, vector: Any) -> Image.Image:
+    """The header only: size is known before a pixel is decoded."""
+    try:
+        image = Image.open(io.BytesIO(vector.tobytes()), formats=["PNG"])
+    except Image.DecompressionBombError as error:
+        raise _Refused(413, f"image {name} has more than {PIXELS} pixels") from error
+    except Exception as error:  # foreign bytes: decoders fail in many ways
+        raise _Refused(400, f"image {name} is not a PNG") from error
+    if image.width * image.height > PIXELS:
+        raise _Refused(413, f"image {name} has {image.width * image.height} pixels; {PIXELS} at most")
+    return image
+
+
+def _decoded(opened: list[Image.Image]) -> Iterator[list[Image.Image]]:
+    """In batches of at most PIXELS together: a body of a few megabytes can unfold into a hundred gigabytes."""
+    batch: list[Image.Image] = []
+    pixels = 0
+    for at, image in enumerate(opened):
+        pixels += image.width * image.height
+        if batch and pixels > PIXELS:
+            yield batch
+            batch, pixels = [], image.width * image.height
+        try:
+            image.load()
+        except Exception as error:
+            raise _Refused(400, f"image {at} is damaged") from error
+        batch.append(image)
+    yield batch

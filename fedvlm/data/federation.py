@@ -1,0 +1,166 @@
+"""A federation: whose rows lie where in one pool of features, train then val then test for each client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.adapters.base import Task
+from fedvlm.backbones.base import Backbone
+from fedvlm.core import SPLITS, Data, FedvlmError
+from fedvlm.data import partition as who
+from fedvlm.data.source import ALONE, Source
+from fedvlm.data.store import Progress, class_names, features, fingerprint
+from fedvlm.errors import nearest
+
+Partition = Literal["auto", "domain", "iid", "dirichlet", "pathological", "domain-dirichlet", "pooled"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what. These are keys of the command line."""
+
+    partition: Partition = "auto"  # auto: one client a domain where there are domains, else dirichlet
+    clients: int = 10  # how many (for domain-dirichlet: in each domain)
+    alpha: float = 0.5  # dirichlet: small is skewed
+    per_client: int = 0  # pathological: classes a client, overlapping; 0 deals each class to one client
+    shots: int = 0  # training images a class and client; 0 is all
+    split: tuple[float, ...] = (60, 20, 20)  # train, val, test
+    unseen: tuple[str, ...] = ()  # domains (or clients) that nobody trains on
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Every readable image as the frozen model sees it, before anybody holds it."""
+
+    source: Source
+    x: Tensor
+    task: Task
+    fingerprint: str
+    backbone: str
+    skipped: dict[str, str] = field(default_factory=dict)
+    black_box: bool = False
+
+
+@dataclass(frozen=True)
+class Federation:
+    names: tuple[str, ...]  # a client each, position = id
+    domains: tuple[str, ...]  # the domain of each client
+    data: Data
+    task: Task
+    unseen: tuple[int, ...] = ()
+    items: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # pool row → item of the source
+    pooled: bool = False  # the last client is everybody's training data, and the only one that trains
+
+    @property
+    def scored(self) -> int:
+        """How many clients are scored: ids below this."""
+        return len(self.names) - self.pooled
+
+    @property
+    def seen(self) -> np.ndarray:
+        """Clients that can train: not held out, and with something to train on."""
+        if self.pooled:
+            return np.array([len(self.names) - 1])
+        has = self.data.counts("train") > 0
+        return np.array([i for i in range(len(self.names)) if i not in self.unseen and has[i]], np.int64)
+
+
+def pool(source: Source, backbone: Backbone, template: str, broken: str = "skip", progress: Progress | None = None) -> Pool:
+    x, keys, skipped = features(source, backbone, broken, progress)
+    good = [k for k, item in enumerate(source.items) if item.path not in skipped]
+    source = replace(source, items=tuple(source.items[k] for k in good))
+    if not good:
+        raise FedvlmError(f"data={source.name}: none of its images can be read")
+    if "{}" not in template:
+        raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
+    phrases = [template.format(name.replace("_", " ").lower()) for name in source.classes]
+    task = Task(tuple(source.classes), class_names(backbone, phrases), backbone.dim, backbone.scale)
+    mark = fingerprint([keys[k] for k in good], [f"{i.domain}/{i.label}" for i in source.items])
+    return Pool(source, x[good], task, mark, f"{backbone.name}@{backbone.fingerprint}", skipped, backbone.black_box)
+
+
+def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
+    items = pool.source.items
+    classes = {c: k for k, c in enumerate(pool.task.classes)}
+    y = np.array([classes[i.label] for i in items])
+    domains = [i.domain for i in items]
+    if len(layout.split) != 3 or min(layout.split) < 0 or layout.split[0] <= 0:
+        raise FedvlmError(f"split={layout.split} must be three shares, train above 0, such as 60,20,20")
+    part = who.split([i.label for i in items], domains, [i.group for i in items], seed, layout.split)
+    owner, names, homes = _hold(layout, y, part, domains, seed)
+    keep = who.few_shot(y, owner, part, layout.shots, seed)
+    order = np.lexsort((np.arange(len(y)), part, owner))
+    order = order[keep[order]]
+    cells = np.bincount(owner[order] * 3 + part[order], minlength=3 * len(names)).reshape(-1, 3)
+    ends = np.cumsum(cells.sum(1))
+    bounds = np.concatenate([(ends - cells.sum(1))[:, None], (ends - cells.sum(1))[:, None] + np.cumsum(cells, 1)], 1)
+    rows = torch.from_numpy(order)
+    data = Data(pool.x[rows], torch.from_numpy(y)[rows], bounds, np.arange(len(names)), seed)
+    unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
+    for wanted in layout.unseen:
+        if wanted not in names and wanted not in homes:
+            raise FedvlmError(f"unseen={wanted}: no such domain or client; {nearest(wanted, [*dict.fromkeys(homes), *names])}")
+    federation = Federation(tuple(names), tuple(homes), data, pool.task, unseen, order)
+    if not len(federation.seen):
+        raise FedvlmError("nobody is left to train: every client is held out or has no training image")
+    return _together(federation) if layout.partition == "pooled" else federation
+
+
+def _together(federation: Federation) -> Federation:
+    """One more client, who holds the training rows of all who could train."""
+    d = federation.data
+    rows = torch.cat([torch.arange(*d.bounds[i, :2].tolist()) for i in federation.seen])
+    end = len(d.x) + len(rows)
+    bounds = np.concatenate([d.bounds, [[len(d.x), end, end, end]]])
+    data = replace(d, x=torch.cat([d.x, d.x[rows]]), y=torch.cat([d.y, d.y[rows]]), bounds=bounds, ids=np.arange(len(bounds)))
+    items = np.concatenate([federation.items, federation.items[rows.numpy()]])
+    return replace(
+        federation, names=(*federation.names, "pool"), domains=(*federation.domains, "pool"), data=data, items=items, pooled=True
+    )
+
+
+def _hold(
+    layout: Layout, y: np.ndarray, part: np.ndarray, domains: list[str], seed: int
+) -> tuple[np.ndarray, list[str], list[str]]:
+    """The owner of each item, the clients' names, and their domains."""
+    known = sorted(set(domains))
+    has_domains = known != [ALONE]
+    kind = layout.partition if layout.partition != "auto" else ("domain" if has_domains else "dirichlet")
+    if kind in ("domain", "domain-dirichlet") and not has_domains:
+        raise FedvlmError(f"partition={kind} needs domain/class/image, and this data has no domains; use partition=dirichlet")
+    if layout.clients < 1:
+        raise FedvlmError(f"clients={layout.clients} must be at least 1")
+    place = np.array([known.index(d) for d in domains])
+    if kind in ("domain", "pooled"):
+        return place, known, known
+    if kind == "domain-dirichlet":
+        owner, names = np.zeros(len(y), np.int64), []
+        for k, domain in enumerate(known):
+            mine = np.flatnonzero(place == k)
+            owner[mine] = k * layout.clients + who.dirichlet(y[mine], part[mine], layout.clients, seed + k, layout.alpha)
+            names += [f"{domain}-{i}" for i in range(layout.clients)]
+        return owner, names, [d for d in known for _ in range(layout.clients)]
+    deal = {
+        "iid": lambda: who.iid(y, part, layout.clients, seed),
+        "dirichlet": lambda: who.dirichlet(y, part, layout.clients, seed, layout.alpha),
+        "pathological": lambda: who.pathological(y, part, layout.clients, seed, layout.per_client),
+    }
+    width = len(str(layout.clients - 1))
+    names = [f"client-{i:0{width}d}" for i in range(layout.clients)]
+    return deal[kind](), names, names
+
+
+def table(federation: Federation) -> list[dict]:
+    """Clients × classes, for a person to look at."""
+    d, rows = federation.data, []
+    for k, name in enumerate(federation.names):
+        low, high = d.bounds[k, 0], d.bounds[k, 1]
+        per_class = torch.bincount(d.y[low:high], minlength=len(federation.task.classes)).tolist()
+        sizes = {s: int(d.counts(s)[k]) for s in SPLITS}
+        rows.append({"client": name, "unseen": k in federation.unseen, **sizes, "classes": per_class})
+    return rows

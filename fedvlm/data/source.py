@@ -1,0 +1,118 @@
+"""Where images come from: a folder (or zip) of `domain/class/image`, or of `class/image`; or the embedded emoji."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, UnidentifiedImageError
+
+from fedvlm.backbones.base import PIXELS
+from fedvlm.core import FedvlmError
+
+EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
+IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+ALONE = "all"  # the domain of a folder that has none
+
+
+@dataclass(frozen=True)
+class Item:
+    path: str  # inside the source, with /
+    domain: str
+    label: str
+    group: str  # items of one group never stand on both sides of a split; "" is a group of its own
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    root: Path
+    items: tuple[Item, ...]
+
+    @property
+    def domains(self) -> list[str]:
+        return sorted({i.domain for i in self.items})
+
+    @property
+    def classes(self) -> list[str]:
+        return sorted({i.label for i in self.items})
+
+    def read(self) -> Iterator[tuple[int, bytes]]:
+        """Every file's bytes, in order."""
+        if self.root.is_dir():
+            for k, item in enumerate(self.items):
+                yield k, (self.root / item.path).read_bytes()
+        else:
+            with zipfile.ZipFile(self.root) as box:
+                for k, item in enumerate(self.items):
+                    yield k, box.read(item.path)
+
+
+def open_source(name: str) -> Source:
+    """`emoji`, or a path. The depth of the folders says whether there are domains."""
+    if name == "emoji":
+        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), grouped=True)
+    root = Path(name).expanduser()
+    if not root.exists():
+        raise FedvlmError(f"data={name}: no such folder; give a folder of domain/class/image or class/image, or data=emoji")
+    if root.is_file():
+        if not zipfile.is_zipfile(root):
+            raise FedvlmError(f"data={name} is neither a folder nor a zip file")
+        return _collect(root.stem, root, _names_in_zip(root), grouped=False)
+    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+    return _collect(root.resolve().name, root, names, grouped=False)
+
+
+def _names_in_zip(path: Path) -> list[str]:
+    with zipfile.ZipFile(path) as box:
+        return sorted(n for n in box.namelist() if not n.endswith("/"))
+
+
+def _collect(name: str, root: Path, names: list[str], grouped: bool) -> Source:
+    shown = [n for n in names if Path(n).suffix.lower() in IMAGES and not any(p.startswith(".") for p in n.split("/"))]
+    depths = Counter(n.count("/") for n in shown)
+    if not shown:
+        raise FedvlmError(f"data={name}: no images in it; expected domain/class/image or class/image")
+    depth = depths.most_common(1)[0][0]
+    if depth not in (1, 2):
+        raise FedvlmError(
+            f"data={name}: images lie {depth} folders deep; expected class/image (1) or domain/class/image (2)"
+        )
+    odd = [n for n in shown if n.count("/") != depth]
+    if odd:
+        raise FedvlmError(
+            f"data={name}: most images lie {depth} folders deep, but {odd[0]} does not (and {len(odd) - 1} more); "
+            "move them or give the folder that holds the federation"
+        )
+    items = []
+    for n in shown:
+        *domain, label, file = n.split("/")
+        items.append(Item(n, domain[0] if domain else ALONE, label, Path(file).stem if grouped else ""))
+    source = Source(name, root, tuple(items))
+    if len(source.classes) < 2:
+        raise FedvlmError(f"data={name}: only one class ({source.classes[0]}); a classifier needs at least two")
+    return source
+
+
+def digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def decode(data: bytes) -> Image.Image:
+    """An RGB image, or ValueError with a reason; what is too large is refused before it is decoded."""
+    try:
+        image = Image.open(io.BytesIO(data))
+        if image.width * image.height > PIXELS:
+            raise ValueError(f"{image.width}×{image.height} pixels, more than {PIXELS:,}")
+        if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
+            flat = Image.new("RGBA", image.size, "white")
+            flat.alpha_composite(image.convert("RGBA"))
+            image = flat
+        return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError, EOFError) as error:
+        raise ValueError(f"not a readable image ({type(error).__name__})") from error

@@ -1,0 +1,217 @@
+"""The feature store: what a frozen model says of an image is computed once and kept.
+
+One folder a (backbone, preprocessing, view); in it immutable segments, each a batch of rows with their images' content
+hashes and a checksum a row. A segment is written beside and renamed into place, so any number of processes may write;
+the worst that two can do is compute the same row twice. A row that fails its checksum counts as absent and is rebuilt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.backbones.base import Backbone
+from fedvlm.core import FedvlmError
+from fedvlm.data.source import Source, decode, digest
+
+BATCH = 64
+SEGMENT = 2048  # rows: a crash loses at most this many
+
+Progress = Callable[[int, int], None]
+
+
+def home() -> Path:
+    return Path(os.environ.get("FEDVLM_CACHE") or Path.home() / ".cache" / "fedvlm")
+
+
+@dataclass
+class View:
+    """One view of images through one backbone: rows by content hash, memory-mapped."""
+
+    folder: Path
+    dim: int
+
+    def __post_init__(self) -> None:
+        self.index: dict[bytes, tuple[np.ndarray, int]] = {}
+        self.broken = 0
+        for path in sorted(self.folder.glob("*.rows")):
+            self._map(path)
+
+    @property
+    def kind(self) -> np.dtype:
+        return np.dtype([("key", "V16"), ("check", "<u4"), ("row", "<f4", (self.dim,))])
+
+    def _map(self, path: Path) -> None:
+        size = path.stat().st_size
+        if size == 0 or size % self.kind.itemsize:
+            self.broken += 1
+            path.unlink(missing_ok=True)  # cut short: it never was a whole segment
+            return
+        table = np.memmap(path, self.kind, "r")
+        self.index |= {k.tobytes(): (table, i) for i, k in enumerate(table["key"])}
+
+    def get(self, key: bytes) -> np.ndarray | None:
+        found = self.index.get(key)
+        if found is None:
+            return None
+        table, i = found
+        row = np.asarray(table["row"][i])
+        if zlib.crc32(row, zlib.crc32(key)) != table["check"][i]:
+            self.broken += 1
+            del self.index[key]
+            return None
+        return row
+
+    def put(self, keys: list[bytes], rows: np.ndarray) -> None:
+        table = np.zeros(len(keys), self.kind)
+        table["key"] = np.array([np.void(k) for k in keys], dtype="V16")
+        table["row"] = rows
+        table["check"] = [zlib.crc32(np.ascontiguousarray(r), zlib.crc32(k)) for k, r in zip(keys, table["row"], strict=True)]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.rows"
+        try:
+            path.with_suffix(".part").write_bytes(table.tobytes())
+            path.with_suffix(".part").rename(path)
+        except OSError as error:
+            path.with_suffix(".part").unlink(missing_ok=True)
+            raise FedvlmError(
+                f"the feature store at {self.folder} cannot be written ({error.strerror}); free some space "
+                "(`fedvlm cache --prune`) or set FEDVLM_CACHE to another folder"
+            ) from error
+        self._map(path)
+
+
+def open_view(backbone: Backbone, view: str = "embedding") -> View:
+    folder = home() / "features" / f"{Path(backbone.name).name}-{backbone.fingerprint[:12]}-{view.replace('@', '-')}"
+    return View(folder, backbone.dim)
+
+
+def features(
+    source: Source, backbone: Backbone, broken: str = "skip", progress: Progress | None = None
+) -> tuple[Tensor, list[bytes], dict[str, str]]:
+    """Embeddings [items, dim] in the source's order, content hashes, and the files left out with the reason.
+
+    broken="skip" leaves unreadable images out (and names them); "refuse" stops at the first.
+    """
+    view = open_view(backbone)
+    keys: list[bytes] = []
+    skipped: dict[str, str] = {}
+    out = np.full((len(source.items), backbone.dim), np.nan, np.float32)
+    pending = _Pending(view, backbone, out)
+    for k, data in source.read():
+        key = digest(data)
+        keys.append(key)
+        row = view.get(key)
+        if row is not None:
+            out[k] = row
+        elif not pending.twin(key, k):
+            try:
+                pending.add(key, k, decode(data))
+            except ValueError as error:
+                name = source.items[k].path
+                if broken == "refuse":
+                    raise FedvlmError(f"{name}: {error}; mend or remove it, or give broken=skip") from error
+                skipped[name] = str(error)
+        if progress:
+            progress(k + 1, len(source.items))
+    pending.finish()
+    return torch.from_numpy(out), keys, skipped
+
+
+def class_names(backbone: Backbone, phrases: list[str]) -> Tensor | None:
+    """The phrases' embeddings [phrases, dim], kept like images' are; None without a text tower."""
+    view = open_view(backbone, "text")
+    keys = [digest(p.encode()) for p in phrases]
+    rows = [view.get(k) for k in keys]
+    if any(r is None for r in rows):
+        fresh = backbone.texts(phrases)
+        if fresh is None:
+            return None
+        view.put(keys, fresh.numpy())
+        return fresh
+    return torch.from_numpy(np.stack([r for r in rows if r is not None]))
+
+
+class _Pending:
+    """Images waiting to be encoded, and rows waiting to be written."""
+
+    def __init__(self, view: View, backbone: Backbone, out: np.ndarray):
+        self.view, self.backbone, self.out = view, backbone, out
+        self.images: list = []
+        self.keys: list[bytes] = []
+        self.rows: list[np.ndarray] = []
+        self.places: dict[bytes, list[int]] = {}
+
+    def twin(self, key: bytes, place: int) -> bool:
+        """The same file twice is encoded once."""
+        if key not in self.places:
+            return False
+        self.places[key].append(place)
+        return True
+
+    def add(self, key: bytes, place: int, image) -> None:
+        self.places[key] = [place]
+        self.keys.append(key)
+        self.images.append(image)
+        if len(self.images) >= BATCH:
+            self._encode()
+        if sum(map(len, self.rows)) >= SEGMENT:
+            self._write()
+
+    def _encode(self) -> None:
+        if self.images:
+            self.rows.append(self.backbone.images(self.images).numpy())
+            self.images = []
+
+    def _write(self) -> None:
+        if self.rows:
+            rows = np.concatenate(self.rows)
+            self.view.put(self.keys[: len(rows)], rows)
+            for key, row in zip(self.keys[: len(rows)], rows, strict=True):
+                self.out[self.places.pop(key)] = row
+            self.keys, self.rows = self.keys[len(rows) :], []
+
+    def finish(self) -> None:
+        self._encode()
+        self._write()
+
+
+def listing() -> Iterator[dict]:
+    """What the store holds, a view each."""
+    root = home() / "features"
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        files = list(folder.glob("*.rows"))
+        used = max((f.stat().st_mtime for f in files), default=folder.stat().st_mtime)
+        yield {"view": folder.name, "segments": len(files), "bytes": sum(f.stat().st_size for f in files), "used": used}
+
+
+def prune(older_than_days: float = 0.0, names: Iterable[str] = ()) -> list[str]:
+    """Removes views not written for that long (or just those named); leftovers of crashes go in any case."""
+    gone = []
+    wanted = set(names)
+    for entry in list(listing()):
+        folder = home() / "features" / entry["view"]
+        for part in folder.glob("*.part"):
+            if time.time() - part.stat().st_mtime > 3600:
+                part.unlink(missing_ok=True)
+        old = time.time() - entry["used"] >= older_than_days * 86400
+        if entry["view"] in wanted or (not wanted and old):
+            shutil.rmtree(folder)
+            gone.append(entry["view"])
+    return gone
+
+
+def fingerprint(keys: list[bytes], labels: list[str]) -> str:
+    """Of a data set: contents and labels, in order."""
+    return digest(b"".join(keys) + json.dumps(labels).encode()).hex()[:16]

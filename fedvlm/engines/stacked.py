@@ -1,0 +1,72 @@
+"""Clients in this process, a chunk of them side by side; serial is a chunk of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedvlm.core import Data, Params, nbytes
+from fedvlm.engines.rows import Rows
+from fedvlm.method import Method
+
+Warn = Callable[[str], None]
+
+
+class Stacked:
+    def __init__(
+        self,
+        method: Method,
+        data: Data,
+        chunk: int = 0,
+        rows: Path | None = None,
+        warn: Warn = print,
+    ):
+        """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says."""
+        self.method, self.data, self.warn = method, data, warn
+        self.chunk = chunk or stack(method)
+        self.rows = Rows(method.newcomer, len(data), rows)
+
+    def run(
+        self, step: str, ids: np.ndarray, down: Params, round: int, exchange: int
+    ) -> Iterator[tuple[np.ndarray, Params]]:
+        ids = np.sort(ids)
+        if self.chunk > 1:  # neighbours in size finish together; see Data.batches
+            ids = ids[np.argsort(-self.data.counts("train")[ids], kind="stable")]
+        for first in range(0, len(ids), self.chunk):
+            part = ids[first : first + self.chunk]
+            own = self.rows.read(part, round if exchange or step != "train" else round - 1)
+            own, up = self.method.play(step, own, down, self.at(part, round))
+            good = finite(own | up)
+            if not good.all():
+                names = ", ".join(str(i) for i in part[~good])
+                self.warn(f"round {round}: client {names} diverged (its {step} reply is not finite) and is left out")
+                keep = torch.from_numpy(np.flatnonzero(good))
+                part, own, up = part[good], {k: v[keep] for k, v in own.items()}, {k: v[keep] for k, v in up.items()}
+            if step == "train":
+                self.rows.write(part, own, round)
+            if len(part):
+                yield part, up
+
+    def at(self, ids: np.ndarray, round: int) -> Data:
+        """These clients' data at this moment of the run."""
+        d = self.data
+        return Data(d.x, d.y, d.bounds[ids], d.ids[ids], d.seed, round, d.rounds)
+
+    def close(self) -> None:
+        self.rows.flush()
+
+
+def finite(rows: Params) -> np.ndarray:
+    """Which clients' tensors hold only numbers: a sum is not finite if any of its terms is not."""
+    checks = [v.reshape(len(v), -1).sum(1).isfinite() for v in rows.values() if v.is_floating_point()]
+    return torch.stack(checks).all(0).numpy()
+
+
+def stack(method: Method) -> int:
+    """How many clients to train side by side: as many as keep the parameters in cache, one where a single client's
+    already fill it (benchmarks/speed.py measures both sides of the rule)."""
+    size = nbytes(method.initial) + nbytes(method.newcomer)
+    return int(max(1, min(1024, (8 << 20) // max(1, size)))) if size < (128 << 10) else 1

@@ -1,0 +1,1 @@
+"""How a client turns its data into a reply. One file, one rule."""

@@ -1,0 +1,1 @@
+"""Tables, figures and a page, made from run folders only."""

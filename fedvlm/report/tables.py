@@ -1,0 +1,178 @@
+"""Run folders → one row a method: G, P, C with mean ± standard deviation over seeds, and the paper's number beside."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedvlm.config import recipe
+from fedvlm.core import FedvlmError
+from fedvlm.evaluate.protocols import by_seed
+from fedvlm.runs import LOOSE, Run
+
+METRICS = ("G", "P", "C")
+DASH = "–"
+
+
+@dataclass
+class Table:
+    columns: list[str]
+    rows: list[dict[str, str]]
+    notes: list[str] = field(default_factory=list)
+    values: list[dict[str, Any]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
+
+
+def summarise(runs: list[Run], select: str = "last") -> Table:
+    """select: `last` round, or `selected` on validation. Never the best on test."""
+    groups = grouped(runs)
+    table = Table(["method"], [])
+    published = False
+    for name, infos in groups.items():
+        seeds = by_seed(infos, select)
+        row: dict[str, str] = {"method": name}
+        value: dict[str, Any] = {"method": name}
+        for metric in METRICS:
+            found = [100 * s[metric] for s in seeds.values() if s[metric] is not None]  # type: ignore[operator]
+            complete = len(found) == len(seeds) and bool(found)
+            value[metric] = float(np.mean(found)) if complete else None
+            value[f"{metric}_std"] = float(np.std(found, ddof=1)) if complete and len(found) > 1 else None
+            row[metric] = plus_minus(value[metric], value[f"{metric}_std"])
+        results = [i["result"] for i in infos]
+        trained = [max(1, r["last"]["round"]) for r in results]
+        value |= {
+            "runs": len(infos),
+            "seeds": len(seeds),
+            "up_mb": float(np.mean([r["bytes_up"] / t for r, t in zip(results, trained, strict=True)])) / 1e6,
+            "down_mb": float(np.mean([r["bytes_down"] / t for r, t in zip(results, trained, strict=True)])) / 1e6,
+            "seconds": float(np.mean([r["seconds"] for r in results])),
+            "shared": results[0]["parameters"]["shared"],
+            "private": results[0]["parameters"]["private"],
+        }
+        row |= {
+            "MB up/round": f"{value['up_mb']:.3g}",
+            "shared": f"{value['shared']:,}",
+            "private": f"{value['private']:,}",
+            "seconds": f"{value['seconds']:.3g}",
+        }
+        paper = paper_numbers(infos[0])
+        if paper:
+            published = True
+            row["paper G/P/C"] = " / ".join(f"{paper[m]:.2f}" if m in paper else DASH for m in METRICS)
+            value |= {f"paper_{m}": paper.get(m) for m in METRICS}
+        table.rows.append(row)
+        table.values.append(value)
+    table.columns += [*METRICS, *(["paper G/P/C"] if published else []), "MB up/round", "shared", "private", "seconds"]
+    table.notes = notes(groups, select, published)
+    return table
+
+
+def grouped(runs: list[Run]) -> dict[str, list[dict[str, Any]]]:
+    """Finished runs by method; where one method was run with several settings, the settings that differ are named."""
+    infos = [r.info for r in runs]
+    unfinished = [r.folder.name for r, i in zip(runs, infos, strict=True) if "result" not in i]
+    infos = [i for i in infos if "result" in i]
+    if not infos:
+        raise FedvlmError(f"no finished run: {', '.join(unfinished[:5])} can go on with `fedvlm resume`")
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for info in infos:
+        kinds[info["method"], json.dumps(settings(info), sort_keys=True)].append(info)
+    out: dict[str, list[dict[str, Any]]] = {}
+    for (method, _), members in kinds.items():
+        twins = [settings(v[0]) for (m, _), v in kinds.items() if m == method]
+        mine = settings(members[0])
+        differ = [k for k in mine if any(t.get(k) != mine[k] for t in twins)]
+        label = " ".join([method, *(f"{k}={short(mine[k])}" for k in differ)])
+        out[label] = members
+    return out
+
+
+def settings(info: dict[str, Any]) -> dict[str, Any]:
+    """What makes two runs different methods: all but the seed, the target and where it ran."""
+    config = info["config"]
+    flat = {k: v for k, v in config.items() if k not in (*LOOSE, "method", "seed", "unseen", "engine", "chunk", "threads")}
+    for axis in ("adapter", "local", "merge"):
+        (name, fields), *_ = flat.pop(axis).items()
+        flat |= {axis: name, **fields}
+    return flat | {"data": info["data"]["fingerprint"], "backbone": info["backbone"]["name"]}
+
+
+def short(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def paper_numbers(info: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return recipe(info["method"]).published.get(info["data"]["name"], {})
+    except FedvlmError:
+        return {}
+
+
+def plus_minus(mean: float | None, std: float | None) -> str:
+    if mean is None:
+        return DASH
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool) -> list[str]:
+    infos = [i for group in groups.values() for i in group]
+    backbones = sorted({i["backbone"]["name"].split("@")[0] for i in infos})
+    sets = sorted({f"{i['data']['name']} ({i['data']['images']:,} images)" for i in infos})
+    seeds = sorted({i["config"]["seed"] for i in infos})
+    targets = sorted({"+".join(i["result"]["unseen"]) or "nobody" for i in infos})
+    split = sorted({"/".join(f"{s:g}" for s in i["config"]["split"]) for i in infos})
+    view = "last round" if select == "last" else "round chosen on the training clients' validation split"
+    out = [
+        f"{', '.join(sets)}; backbone {', '.join(backbones)}; split {', '.join(split)}; held out: {', '.join(targets)}; "
+        f"seeds {', '.join(map(str, seeds))}",
+        f"test accuracy in %, {view}; G: shared model on held-out clients, P: personal models, C: all; ± std over seeds",
+    ]
+    if published:
+        sources = sorted({p["source"] for i in infos if (p := paper_numbers(i)) and "source" in p})
+        out.append(f"the paper's numbers are with another backbone and are no target here: {'; '.join(sources)}")
+    return out
+
+
+def against(table: Table, base: str = "zero-shot") -> list[str]:
+    """Whether each method beats the frozen model on C by more than two standard errors; says so either way."""
+    rows = {v["method"]: v for v in table.values}
+    if base not in rows or rows[base]["C"] is None:
+        return []
+    out = []
+    for name, row in rows.items():
+        if name == base or row["C"] is None:
+            continue
+        gain = row["C"] - rows[base]["C"]
+        errors = [(r["C_std"] or 0.0) / max(1, r["seeds"]) ** 0.5 for r in (row, rows[base])]
+        error = float(np.hypot(*errors))
+        known = row["seeds"] > 1
+        verdict = "beats" if gain > 2 * error and gain > 0 else "does NOT beat"
+        how = f"by more than two standard errors (C {gain:+.1f} ± {error:.1f})" if known else f"(C {gain:+.1f}, one seed: no error known)"
+        out.append(f"{name} {verdict} {base} {how}")
+    return out
+
+
+def write_csv(table: Table, path: Path) -> None:
+    names = ["method", *METRICS, *(f"{m}_std" for m in METRICS), "seeds", "runs", "up_mb", "down_mb", "shared", "private", "seconds"]
+    names += [f"paper_{m}" for m in METRICS if any(f"paper_{m}" in v for v in table.values)]
+    with path.open("w", newline="") as out:
+        writer = csv.DictWriter(out, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({k: "" if v.get(k) is None else v[k] for k in names} for v in table.values)
+
+
+def latex(table: Table) -> str:
+    best = {m: max((v[m] for v in table.values if v[m] is not None), default=None) for m in METRICS}
+    lines = [r"\begin{tabular}{lrrr}", r"\toprule", "Method & G & P & C \\\\", r"\midrule"]
+    for row, value in zip(table.rows, table.values, strict=True):
+        cells = [row["method"].replace("_", r"\_").replace("%", r"\%")]
+        for m in METRICS:
+            text = row[m].replace("±", r"$\pm$").replace(DASH, "--")
+            cells.append(rf"\textbf{{{text}}}" if value[m] is not None and value[m] == best[m] else text)
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *("% " + n for n in table.notes)])

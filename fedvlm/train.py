@@ -1,0 +1,205 @@
+"""One run, from a setup to a finished folder; killed at any moment, it goes on from its last whole round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from fedvlm import backbones, runs
+from fedvlm.config import Setup
+from fedvlm.core import Cohort, Data, FedvlmError, nbytes
+from fedvlm.data.federation import Federation, Pool, federate, pool
+from fedvlm.data.source import open_source
+from fedvlm.data.store import Progress
+from fedvlm.engines.loopback import Loopback
+from fedvlm.engines.stacked import Stacked
+from fedvlm.evaluate.views import evaluate, selection
+from fedvlm.method import Method
+from fedvlm.runs import Run
+from fedvlm.seeds import numpy_generator
+
+Watch = Callable[[dict[str, Any]], None]
+
+
+@lru_cache(maxsize=2)
+def load_pool(data: str, backbone: str, template: str, broken: str, progress: Progress | None = None) -> Pool:
+    """The images as the frozen model sees them; kept for further runs of this process."""
+    return pool(open_source(data), backbones.load(backbone), template, broken, progress)
+
+
+def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
+    """The method on its federation, or an error before anything is trained."""
+    if setup.adapter.reads != "embedding" and pool.black_box:
+        raise FedvlmError(
+            f"backbone={setup.config.backbone} is a black box and gives embeddings only, and adapter="
+            f"{setup.chosen['adapter']} reads {setup.adapter.reads}; head, attention, rotation, linear and mlp work"
+        )
+    federation = federate(pool, setup.config, setup.config.seed)
+    method = Method.build(setup.adapter, setup.local, setup.merge, pool.task, setup.config.seed)
+    if federation.pooled and method.newcomer:
+        raise FedvlmError("partition=pooled has no clients, so nothing can be private; choose an adapter that shares all")
+    return method, federation
+
+
+def train(setup: Setup, pool: Pool, folder: Path, watch: Watch = lambda record: None) -> Run:
+    config = setup.config
+    torch.set_num_threads(max(1, config.threads))
+    method, federation = prepare(setup, pool)
+    run = Run.start(folder, setup, pool)
+    if run.done:
+        return run
+    with run.locked():
+        engine = connect(setup, method, federation, run)
+        try:
+            _rounds(setup, method, federation, engine, run, watch)
+        finally:
+            engine.close()
+    return run
+
+
+def connect(setup: Setup, method: Method, federation: Federation, run: Run) -> Stacked | Loopback:
+    config = setup.config
+    data = replace(federation.data, rounds=max(1, config.rounds))
+    if config.engine == "loopback":
+        if federation.pooled:
+            raise FedvlmError("partition=pooled has no clients to put into processes; use engine=serial")
+        return Loopback(setup, method, federation, data, run.folder / "clients", run.log)
+    chunk = 1 if config.engine == "serial" else config.chunk
+    if config.engine == "stacked" and not chunk:
+        chunk = len(data)
+    return Stacked(method, data, chunk, run.folder / "rows.bin", run.log)
+
+
+def _rounds(
+    setup: Setup, method: Method, federation: Federation, engine: Stacked | Loopback, run: Run, watch: Watch
+) -> None:
+    config = setup.config
+    everybody = np.arange(federation.scored)
+    saved = run.load()
+    state, start = saved or (method.init(len(federation.names)), -1)
+    run.rewind(start)
+    for round in range(start + 1, config.rounds + 1 if method.trains else 1):
+        began = time.perf_counter()
+        record: dict[str, Any] = {"round": round}
+        if round:
+            cohort = sample(setup, federation, engine, round)
+            state = method.round(state, cohort)
+            names = federation.names
+            weights = cohort.notes.pop("weights", {})
+            record |= cohort.notes | {"weights": {names[i]: w for i, w in weights.items()}} if weights else cohort.notes
+            record |= {"asked": len(cohort.ids), "bytes_down": cohort.bytes_down, "bytes_up": cohort.bytes_up}
+        else:
+            record |= {"bytes_down": 0, "bytes_up": 0}
+        last = round == config.rounds or not method.trains
+        if last or round % config.evaluate == 0:
+            check = Cohort(engine, everybody, round)
+            record |= evaluate(method, federation, check, state.shared)
+            record |= {"score_bytes_down": check.bytes_down, "score_bytes_up": check.bytes_up}
+        if last:
+            record |= diagnose(method, federation, engine, state.shared, round)
+        record["seconds"] = round_off(time.perf_counter() - began)
+        run.append(record)
+        run.save(state, round)
+        watch(record)
+    if isinstance(engine, Stacked):
+        run.write("outputs.safetensors", outputs(method, federation, engine, state.shared, config.rounds))
+    run.finish(result(method, federation, run.rounds()))
+
+
+def sample(setup: Setup, federation: Federation, engine: Stacked | Loopback, round: int) -> Cohort:
+    """Who is asked this round and, in a rehearsal of failures, who will not answer."""
+    config, able = setup.config, federation.seen
+    draw = numpy_generator(config.seed, 31, round)
+    size = max(1, int(np.ceil(config.participation * len(able))))
+    ids = np.sort(draw.permutation(able)[:size])
+    lost = frozenset(int(i) for i in ids[draw.random(len(ids)) < config.dropout])
+    return Cohort(engine, ids, round, config.quorum, lost)
+
+
+def diagnose(
+    method: Method, federation: Federation, engine: Stacked | Loopback, shared: dict, round: int
+) -> dict[str, Any]:
+    if not method.adapter.watches:
+        return {}
+    ids, up = Cohort(engine, federation.seen, round).ask("diagnose", shared)
+    return {k: {federation.names[i]: round_off(float(x)) for i, x in zip(ids, v, strict=True)} for k, v in up.items()}
+
+
+@torch.no_grad()
+def outputs(method: Method, federation: Federation, engine: Stacked, shared: dict, round: int) -> bytes:
+    """Final logits on every test image, shared and personal view, so that later questions need no rerun."""
+    kept: dict[str, list] = {"label": [], "client": [], "item": [], "shared": [], "personal": []}
+    for i in range(federation.scored):
+        low, high = (int(b) for b in federation.data.bounds[i, 2:])
+        x, own = federation.data.x[None, low:high], engine.rows.read(np.array([i]), round)
+        down = {k: v[None] for k, v in shared.items()}
+        newcomer = {k: v[None] for k, v in method.newcomer.items()}
+        kept["label"].append(federation.data.y[low:high])
+        kept["client"].append(torch.full((high - low,), i))
+        kept["item"].append(torch.from_numpy(federation.items[low:high]))
+        if method.generalises:
+            kept["shared"].append(method.model.logits(method.local.personal(newcomer, down), x)[0])
+        if method.newcomer:
+            kept["personal"].append(method.model.logits(method.local.personal(own, down), x)[0])
+    return save({k: torch.cat(v).contiguous() for k, v in kept.items() if v})
+
+
+def result(method: Method, federation: Federation, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last round, and the round chosen on validation; never the best on test."""
+    scored = [r for r in records if "personal" in r]
+    chosen = max(scored, key=lambda r: (selection(r), -r["round"]))
+    return {
+        "last": scored[-1],
+        "selected": chosen,
+        "parameters": {"shared": count(method.initial), "private": count(method.newcomer)},
+        "bytes_down": sum(r["bytes_down"] for r in records),
+        "bytes_up": sum(r["bytes_up"] for r in records),
+        "seconds": round_off(sum(r["seconds"] for r in records)),
+        "unseen": [federation.names[i] for i in federation.unseen],
+    }
+
+
+def count(params: dict) -> int:
+    return sum(v.numel() for v in params.values())
+
+
+def round_off(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, int]:
+    """Bytes a round on the wire, before anything runs."""
+    asked = max(1, int(np.ceil(setup.config.participation * len(federation.seen))))
+    extra = len(setup.local.sends) * 4
+    return {"asked": asked, "down": asked * nbytes(method.initial), "up": asked * (nbytes(method.initial) + extra)}
+
+
+def runs_of(setup: Setup, pool: Pool) -> list[Setup]:
+    """The single runs that a setup stands for: targets × seeds."""
+    config = setup.config
+    targets: list[tuple[str, ...]] = [config.unseen]
+    if config.protocol == "leave-one-domain-out":
+        if len(pool.source.domains) < 3:
+            raise FedvlmError(
+                f"protocol=leave-one-domain-out needs three domains or more, and data={config.data} has "
+                f"{len(pool.source.domains)}; use a folder of domain/class/image"
+            )
+        targets = [(d,) for d in pool.source.domains if not config.unseen or d in config.unseen]
+    return [setup.with_(unseen=t, seed=s, seeds=()) for t in targets for s in (config.seeds or (config.seed,))]
+
+
+def place(setup: Setup, pool: Pool) -> Path:
+    """Where a run's folder goes when it has no name of its own."""
+    root = Path(setup.config.out) if setup.config.out else runs.default_out()
+    return root / runs.folder_name(setup, pool)
+
+
+__all__ = ["Data", "connect", "estimate", "load_pool", "place", "prepare", "runs_of", "train"]
