@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from fedvlm import backbones, runs
 from fedvlm.config import Setup
-from fedvlm.core import Cohort, Data, FedvlmError, nbytes
+from fedvlm.core import Cohort, FedvlmError, nbytes
 from fedvlm.data.federation import Federation, Pool, federate, pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import Progress
@@ -53,7 +53,7 @@ def train(setup: Setup, pool: Pool, folder: Path, watch: Watch = lambda record: 
     config = setup.config
     torch.set_num_threads(max(1, config.threads))
     method, federation = prepare(setup, pool)
-    run = Run.start(folder, setup, pool)
+    run = Run.start(folder, setup, pool, federation.names)
     if run.done:
         return run
     with run.locked():
@@ -201,5 +201,3 @@ def place(setup: Setup, pool: Pool) -> Path:
     root = Path(setup.config.out) if setup.config.out else runs.default_out()
     return root / runs.folder_name(setup, pool)
 
-
-__all__ = ["Data", "connect", "estimate", "load_pool", "place", "prepare", "runs_of", "train"]

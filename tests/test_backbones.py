@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from safetensors.numpy import load as unpacked
 from safetensors.numpy import save as packed
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from fedvlm.backbones import load, server
 from fedvlm.backbones.base import checked
@@ -181,7 +182,7 @@ def encoder(file: Path, shape=("n", 3, 32, 32), weight=WEIGHT, flat=True, inputs
 
 
 def expected(colours=COLOURS) -> torch.Tensor:
-    pixels = (np.array(colours) / 255 - CLIP["image_mean"]) / CLIP["image_std"]
+    pixels = (np.array(colours) / 255 - OPENAI_CLIP_MEAN) / OPENAI_CLIP_STD
     found = torch.from_numpy(pixels @ WEIGHT.T)
     return (found / found.norm(dim=1, keepdim=True)).float()
 

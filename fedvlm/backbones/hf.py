@@ -53,7 +53,7 @@ def describe(folder: Path) -> dict:
         raise FedvlmError(f"backbone={folder}: config.json is not readable ({error})") from error
 
 
-def _processor(where: str | Path):
+def clip_processor(where: str | Path):
     """The PIL processor: the same pixels with and without torchvision."""
     try:
         from transformers import CLIPImageProcessorPil as Processor
@@ -106,7 +106,7 @@ class Clip:
 
     @cached_property
     def processor(self):
-        return _processor(self.folder)
+        return clip_processor(self.folder)
 
     @cached_property
     def tokenizer(self):
@@ -114,13 +114,13 @@ class Clip:
 
         return CLIPTokenizer.from_pretrained(self.folder)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
         pooled = self.model.vision_model(pixel_values=pixels).pooler_output
         return F.normalize(self.model.visual_projection(pooled), dim=-1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         # padding to the longest phrase is exact: the tower is causal and pooled at the end-of-text token
         tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt")
@@ -146,9 +146,11 @@ class Vision:
 
     @cached_property
     def processor(self):
-        return _processor(self.folder)
+        from transformers import AutoImageProcessor
 
-    @torch.inference_mode()
+        return AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+
+    @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
         return F.normalize(self.model(pixel_values=pixels).last_hidden_state[:, 0], dim=-1)

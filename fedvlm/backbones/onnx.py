@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.base import checked
-from fedvlm.backbones.hf import _processor
+from fedvlm.backbones.hf import clip_processor
 from fedvlm.core import FedvlmError
 
 SIDECAR = "preprocessor_config.json"
@@ -52,7 +52,7 @@ class Onnx:
         with tempfile.TemporaryDirectory() as folder:  # one way in, for a sidecar found and a sidecar made up
             (Path(folder) / SIDECAR).write_text(json.dumps(config))
             try:
-                self.processor = _processor(folder)
+                self.processor = clip_processor(folder)
             except (TypeError, ValueError) as error:
                 raise FedvlmError(f"{self.who}: {SIDECAR} is not in CLIP's format ({error})") from error
         classes = path.parent / "classes.json"

@@ -49,7 +49,8 @@ def serve(
         raise FedvlmError(f"{who}: not an address of this machine ({error}); try host=127.0.0.1") from error
     if not token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise FedvlmError(f"{who}: others could use it; give a token (FEDVLM_TOKEN), or host=127.0.0.1")
-    backbone.images([Image.new("RGB", (64, 64))])  # loads it, and fails now rather than at the first request
+    # loads it, and fails now rather than at the first request; no black image, whose embedding may rightly be zero
+    backbone.images([Image.linear_gradient("L").resize((64, 64)).convert("RGB")])
     if texts and backbone.texts(["a photo"]) is None:
         raise FedvlmError(f"{who}: texts=true, but backbone={backbone.name} has no text tower; leave texts out")
     info = {"name": backbone.name, "fingerprint": backbone.fingerprint, "dim": backbone.dim, "scale": backbone.scale}

@@ -66,7 +66,7 @@ def finite(rows: Params) -> np.ndarray:
 
 
 def stack(method: Method) -> int:
-    """How many clients to train side by side: as many as keep the parameters in cache, one where a single client's
-    already fill it (benchmarks/speed.py measures both sides of the rule)."""
+    """How many clients to train side by side: as many as keep their parameters within 4 MiB, near a core's cache;
+    from there on a larger chunk gains nothing (benchmarks/speed.py measures it)."""
     size = nbytes(method.initial) + nbytes(method.newcomer)
-    return int(max(1, min(1024, (8 << 20) // max(1, size)))) if size < (128 << 10) else 1
+    return int(max(1, min(1024, (4 << 20) // max(1, size))))

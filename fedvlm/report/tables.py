@@ -28,9 +28,10 @@ class Table:
     values: list[dict[str, Any]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
 
 
-def summarise(runs: list[Run], select: str = "last") -> Table:
-    """select: `last` round, or `selected` on validation. Never the best on test."""
-    groups = grouped(runs)
+def summarise(runs: list[Run], select: str = "last", apart: bool = True) -> Table:
+    """select: `last` round, or `selected` on validation; never the best on test. apart=False puts all of a method's
+    runs into one row whatever their settings (where each target has a learning rate of its own)."""
+    groups = grouped(runs, apart)
     table = Table(["method"], [])
     published = False
     for name, infos in groups.items():
@@ -72,7 +73,7 @@ def summarise(runs: list[Run], select: str = "last") -> Table:
     return table
 
 
-def grouped(runs: list[Run]) -> dict[str, list[dict[str, Any]]]:
+def grouped(runs: list[Run], apart: bool = True) -> dict[str, list[dict[str, Any]]]:
     """Finished runs by method; where one method was run with several settings, the settings that differ are named."""
     infos = [r.info for r in runs]
     unfinished = [r.folder.name for r, i in zip(runs, infos, strict=True) if "result" not in i]
@@ -81,12 +82,12 @@ def grouped(runs: list[Run]) -> dict[str, list[dict[str, Any]]]:
         raise FedvlmError(f"no finished run: {', '.join(unfinished[:5])} can go on with `fedvlm resume`")
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for info in infos:
-        kinds[info["method"], json.dumps(settings(info), sort_keys=True)].append(info)
+        kinds[info["method"], json.dumps(settings(info), sort_keys=True) if apart else ""].append(info)
     out: dict[str, list[dict[str, Any]]] = {}
     for (method, _), members in kinds.items():
         twins = [settings(v[0]) for (m, _), v in kinds.items() if m == method]
         mine = settings(members[0])
-        differ = [k for k in mine if any(t.get(k) != mine[k] for t in twins)]
+        differ = [k for k in mine if apart and any(t.get(k) != mine[k] for t in twins)]
         label = " ".join([method, *(f"{k}={short(mine[k])}" for k in differ)])
         out[label] = members
     return out

@@ -1,0 +1,257 @@
+"""One picture of what federated adaptation buys over the frozen model, from run folders only.
+
+Left: the clients' own models (P) against the shared model on held-out clients (G), from the first round to the last, the
+frozen model as crosshair. Middle: G and P by round. Right: the held-out clients one by one. Bars and bands are ± one
+standard error over seeds; every number is the tables' (`by_seed`; last round, test split), so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedvlm.evaluate.protocols import by_seed
+from fedvlm.report.tables import grouped
+from fedvlm.runs import Run
+
+FROZEN = "zero-shot"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MEANING = {"G": "accuracy on clients nobody has seen (G), %", "P": "accuracy of the clients' own models (P), %"}
+
+
+class Look(NamedTuple):
+    paper: str
+    ink: str
+    faint: str
+    colours: tuple[str, ...]
+
+
+# Okabe & Ito's palette (2008) is told apart by the colour-blind too; on dark paper it is lightened
+LIGHT = Look("#ffffff", "#1f2933", "#6b7580", ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"))
+DARK = Look("#14181d", "#e4e7eb", "#98a2ad", ("#4BA3E3", "#F0813C", "#2FC79C", "#E59CC6", "#EDB43C", "#A5D8F3"))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method as it is drawn."""
+
+    label: str
+    infos: list[dict[str, Any]]
+    rounds: list[int]
+    scores: dict[str, np.ndarray]  # G, P: [rounds, seeds] in percent, NaN where there is no such model
+    colour: str
+    marker: str
+
+    @property
+    def frozen(self) -> bool:
+        return self.infos[0]["method"] == FROZEN
+
+    def over(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard error over seeds, by round."""
+        values = self.scores[metric]
+        seeds = values.shape[1]
+        mean = values.mean(1) if seeds else np.full(len(values), np.nan)
+        return mean, values.std(1, ddof=1) / seeds**0.5 if seeds > 1 else np.zeros(len(values))
+
+    def last(self, metric: str) -> tuple[float, float]:
+        mean, error = self.over(metric)
+        return float(mean[-1]), float(error[-1])
+
+
+def figure(runs: list[Run], path: Path, look: Look = LIGHT) -> None:
+    style = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), look.ink)
+    style |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), look.faint)
+    plain = {"font.size": 8.5, "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style | plain | {"axes.facecolor": look.paper, "axes.titlelocation": "left"}):
+        draw(gather(runs, look), look).savefig(path, format="png", dpi=200, facecolor=look.paper)
+
+
+def gather(runs: list[Run], look: Look) -> list[Line]:
+    """A line a method, the frozen model first; each round scored as the tables score the last."""
+    records = {r.info["identity"]: {x["round"]: x for x in r.rounds() if "personal" in x} for r in runs}
+    lines: list[Line] = []
+    for label, infos in sorted(grouped(runs).items(), key=lambda g: g[1][0]["method"] != FROZEN):
+        known = [records[i["identity"]] or {i["result"]["last"]["round"]: i["result"]["last"]} for i in infos]
+        rounds = sorted(set.intersection(*map(set, known)))
+        table = []
+        for k in rounds:
+            then = [i | {"result": i["result"] | {"last": r[k]}} for i, r in zip(infos, known, strict=True)]
+            table.append([[s["G"], s["P"]] for s in by_seed(then).values()])
+        values = 100 * np.array(table, float).reshape(len(rounds), -1, 2)
+        k = sum(not x.frozen for x in lines)
+        colour = look.faint if infos[0]["method"] == FROZEN else look.colours[k % len(look.colours)]
+        marker = "D" if infos[0]["method"] == FROZEN else MARKERS[k % len(MARKERS)]
+        lines.append(Line(label, infos, rounds, {"G": values[..., 0], "P": values[..., 1]}, colour, marker))
+    return lines
+
+
+def draw(lines: list[Line], look: Look) -> Figure:
+    metrics = [m for m in ("G", "P") if any(np.isfinite(x.last(m)[0]) for x in lines)]
+    rows, curved = by_client(lines), any(len(x.rounds) > 1 for x in lines)
+    widths = [1.25, *([1.2] if curved and metrics else []), *([1.0] if rows else [])]
+    fig = Figure(figsize=(4 * len(widths), max(5.0, 2 + 0.24 * len(rows))), layout="constrained")
+    fig.get_layout_engine().set(rect=(0.005, 0.05, 0.985, 0.94), w_pad=0.12)  # type: ignore[union-attr]
+    panels = fig.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    if len(metrics) == 2:
+        plane(panels[0].subplots(), lines, look)
+    else:
+        ladder(panels[0].subplots(), lines, metrics[0] if metrics else "P", look)
+    if curved and metrics:
+        stack = panels[1].subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+        for ax, metric in zip(stack, metrics, strict=True):
+            curves(ax, lines, metric, look)
+        stack[0].set_title("round by round")
+        stack[-1].set_xlabel("round")
+    if rows:
+        dots(panels[-1].subplots(), lines, rows, look)
+    fig.text(0.008, 0.015, caption(lines), fontsize=7.5, color=look.faint)
+    return fig
+
+
+def plane(ax: Axes, lines: list[Line], look: Look) -> None:
+    """G over P. A method without a shared model has no G and stands as an upright line at its P."""
+    base = next((x for x in lines if x.frozen and np.isfinite([x.last("P")[0], x.last("G")[0]]).all()), None)
+    bar = {"ms": 8, "elinewidth": 1.2, "capsize": 2.5, "zorder": 3}
+    points = []
+    for line in lines:
+        (p, dp), (g, dg) = line.last("P"), line.last("G")
+        if np.isfinite(g):
+            ax.plot(line.over("P")[0], line.over("G")[0], color=line.colour, lw=1.2, alpha=0.3, zorder=2)
+            ax.errorbar(p, g, dg, dp, color=line.colour, marker=line.marker, **bar)
+            points.append((line, p, dp, g))
+        elif np.isfinite(p):
+            ax.axvline(p, color=line.colour, lw=1.2, ls=(0, (1, 2)))
+            text = f"{brief(line.label)}: no shared model"
+            ax.annotate(text, (p, 0.02), (-3, 0), ax.get_xaxis_transform(), "offset points", color=line.colour, rotation=90, ha="right")  # fmt: skip # noqa: E501
+    ax.margins(0.16, 0.14)
+    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+    ax.set(xlim=(left, right), ylim=(low, high), xlabel=MEANING["P"], ylabel=MEANING["G"])
+    ax.set_title(
+        "what adaptation buys over the frozen model" if base and len(lines) > 1 else "shared and personal models"
+    )
+    zero = {m: base.last(m)[0] if base else 0.0 for m in ("G", "P")}
+    if base:
+        ax.axvline(zero["P"], color=look.faint, lw=0.9, ls="--", zorder=1)
+        ax.axhline(zero["G"], color=look.faint, lw=0.9, ls="--", zorder=1)
+        ax.fill_between([zero["P"], right], zero["G"], high, color=look.faint, alpha=0.07, lw=0, zorder=0)
+    step = (high - low) * 0.045
+    wanted = [g - step * 0.8 if line is base else g for line, _, _, g in points]
+    for (line, p, dp, g), y in zip(points, spread(wanted, step, low, high), strict=True):
+        side = 1 if p < (left + right) / 2 else -1
+        gain = "" if line is base or not base else f"  G {g - zero['G']:+.1f}, P {p - zero['P']:+.1f}"
+        text = f"{brief(line.label)}{gain}" if gain else f"{brief(line.label)}  G {g:.1f}, P {p:.1f}"
+        x = p + side * (dp + (right - left) * 0.025)
+        ax.text(x, y, text, color=line.colour, ha="left" if side > 0 else "right", va="center", weight="bold")
+
+
+def ladder(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
+    """One metric only (nobody was held out, or nothing is shared): a row a method."""
+    for k, line in enumerate(reversed(lines)):
+        value, error = line.last(metric)
+        ax.errorbar(value, k, xerr=error, color=line.colour, marker=line.marker, ms=8, elinewidth=1.2, capsize=2.5)
+        if np.isfinite(value):
+            at = {"xy": (value, k), "xytext": (7, 7), "textcoords": "offset points"}
+            ax.annotate(f"{value:.1f}", **at, color=line.colour, weight="bold")
+        if line.frozen:
+            ax.axvline(value, color=look.faint, lw=0.9, ls="--", zorder=1)
+    ax.set_yticks(range(len(lines)), [brief(x.label) for x in reversed(lines)])
+    ax.set(xlabel=MEANING[metric], ylim=(-0.6, len(lines) - 0.4))
+    ax.margins(x=0.2)
+    ax.set_title("what adaptation buys over the frozen model" if lines[0].frozen and len(lines) > 1 else "at the end")
+
+
+def curves(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
+    shown = [x for x in lines if np.isfinite(x.last(metric)[0])]
+    final = max(x.rounds[-1] for x in lines)
+    for line in shown:
+        mean, error = line.over(metric)
+        ax.plot(line.rounds, mean, color=line.colour, lw=1.8)
+        ax.fill_between(line.rounds, mean - error, mean + error, color=line.colour, alpha=0.2, lw=0)
+        ax.hlines(mean[-1], line.rounds[-1], final, color=line.colour, lw=0.9, ls="--", zorder=1)
+    low, high = ax.get_ylim()
+    gap = (high - low) * min(0.1, 1 / len(shown))
+    for line, y in zip(shown, spread([x.last(metric)[0] for x in shown], gap, low, high), strict=True):
+        ax.text(final * 1.03, y, brief(line.label, 16), color=line.colour, va="center")
+    ax.set(xlim=(0, final), ylim=(low, high), ylabel=f"{metric}, %")
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    ax.grid(axis="y", color=look.faint, alpha=0.2, lw=0.6)
+
+
+def targets(lines: list[Line]) -> set[tuple[str, ...]]:
+    return {tuple(i["config"]["unseen"]) for x in lines for i in x.infos} - {()}
+
+
+def by_client(lines: list[Line]) -> dict[str, list[float]]:
+    """Row → a value a line. Rows are the held-out targets or, where there is at most one, the clients."""
+    found: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in lines])
+    several = len(targets(lines)) > 1
+    for k, info in ((k, i) for k, x in enumerate(lines) for i in x.infos):
+        last, unseen = info["result"]["last"], info["result"]["unseen"]
+        cells = {"+".join(info["config"]["unseen"]): last.get("G")}
+        if not several:
+            held = {n: ("shared", f"{n} (held out)") for n in unseen}
+            views = ((v, *held.get(n, ("personal", n))) for n, v in last.get("clients", {}).items())
+            cells = {name: v.get(view, {}).get("test") for v, view, name in views}
+        for name, value in cells.items():
+            if value is not None:
+                found[name][k].append(100 * value)
+    means = {n: [float(np.mean(v)) if v else np.nan for v in cells] for n, cells in found.items()}
+    order = sorted(means, key=lambda n: (np.nan_to_num(means[n][0]), n))
+    return {n: means[n] for n in order} if 1 < len(order) <= 30 else {}
+
+
+def dots(ax: Axes, lines: list[Line], rows: dict[str, list[float]], look: Look) -> None:
+    for k, line in enumerate(lines):
+        shift = 0 if line.frozen else (len(lines) / 2 - k) * min(0.16, 0.6 / len(lines))  # equal values stay visible
+        mark = {"marker": "|", "ms": 15, "mew": 2.2} if line.frozen else {"marker": line.marker, "ms": 5.5}
+        ax.plot([v[k] for v in rows.values()], np.arange(len(rows)) + shift, color=line.colour, ls="", **mark)
+    ax.hlines(np.arange(len(rows)) - 0.5, *ax.get_xlim(), color=look.faint, alpha=0.2, lw=0.6)
+    ax.set_yticks(range(len(rows)), [brief(n, 22) for n in rows])
+    ax.tick_params("y", length=0)
+    ax.margins(x=0)
+    ax.set_ylim(-0.5, len(rows) - 0.5)
+    several = len(targets(lines)) > 1
+    ax.set_xlabel("accuracy when held out (G), %" if several else "test accuracy, %")
+    ax.set_title("each target" if several else "each client")
+
+
+def caption(lines: list[Line]) -> str:
+    infos = [i for x in lines for i in x.infos]
+    backbones = ", ".join(sorted({i["backbone"]["name"].split("@")[0] for i in infos}))
+    sets = ", ".join(sorted({i["data"]["name"] for i in infos}))
+    held, seeds = len(targets(lines)), len({i["config"]["seed"] for i in infos})
+    rounds = sorted({x.rounds[-1] for x in lines if not x.frozen} or {0})
+    parts = [f"backbone {backbones}", f"data {sets}"]
+    parts.append(f"{held} held-out target{'s' * (held != 1)}" if held else "nobody held out")
+    parts.append(f"{seeds} seeds (± s.e.)" if seeds > 1 else "1 seed (no error known)")
+    parts.append(f"{' or '.join(map(str, rounds))} round{'s' * (rounds != [1])}")
+    if len({frozenset((i["config"]["seed"], *i["config"]["unseen"]) for i in x.infos) for x in lines}) > 1:
+        parts.append("CAUTION: methods differ in targets or seeds")
+    return " · ".join([*parts, "last round, test split"])
+
+
+def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Heights as near as can be to the wanted ones, `gap` apart and inside: isotonic regression of y − rank·gap."""
+    order = [int(k) for k in np.argsort(wanted, kind="stable")]
+    blocks: list[tuple[float, int]] = []  # mean, members
+    for rank, k in enumerate(order):
+        mean, count = wanted[k] - rank * gap, 1
+        while blocks and blocks[-1][0] > mean:
+            other, members = blocks.pop()
+            mean, count = (mean * count + other * members) / (count + members), count + members
+        blocks.append((mean, count))
+    flat = np.repeat([b[0] for b in blocks], [b[1] for b in blocks])
+    inside = np.clip(flat, low, max(low, high - gap * (len(order) - 1))) + gap * np.arange(len(order))
+    return [float(inside[order.index(k)]) for k in range(len(order))]
+
+
+def brief(label: str, most: int = 26) -> str:
+    return label if len(label) <= most else label[: most - 1] + "…"
