@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Run:
         self.folder = folder
 
     @classmethod
-    def start(cls, folder: Path, setup: Setup, pool: Pool, clients: Sequence[str] = ()) -> Run:
+    def start(cls, folder: Path, setup: Setup, pool: Pool, homes: dict[str, str] | None = None) -> Run:
         """A new folder, or the one that already holds this very run."""
         run, mark = cls(folder), identity(setup, pool)
         if (folder / "run.json").exists():
@@ -59,7 +59,7 @@ class Run:
             return run
         if folder.exists() and any(p.name not in ("log.txt", ".lock") for p in folder.iterdir()):
             raise FedvlmError(f"{folder} is not empty and holds no run; choose another out=")
-        run.write("run.json", json.dumps(_describe(setup, pool, mark) | {"clients": list(clients)}, indent=1).encode())
+        run.write("run.json", json.dumps(_describe(setup, pool, mark) | {"clients": list(homes or {}), "homes": homes or {}}, indent=1).encode())
         return run
 
     @property

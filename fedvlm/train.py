@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from fedvlm import backbones, runs
 from fedvlm.config import Setup
-from fedvlm.core import Cohort, FedvlmError, nbytes
+from fedvlm.core import Cohort, FedvlmError, NoQuorum, nbytes
 from fedvlm.data.federation import Federation, Pool, federate, pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import Progress
@@ -27,6 +27,7 @@ from fedvlm.runs import Run
 from fedvlm.seeds import numpy_generator
 
 Watch = Callable[[dict[str, Any]], None]
+PATIENCE = 3  # rounds in a row without quorum that stop a run
 
 
 @lru_cache(maxsize=2)
@@ -53,7 +54,7 @@ def train(setup: Setup, pool: Pool, folder: Path, watch: Watch = lambda record: 
     config = setup.config
     torch.set_num_threads(max(1, config.threads))
     method, federation = prepare(setup, pool)
-    run = Run.start(folder, setup, pool, federation.names)
+    run = Run.start(folder, setup, pool, dict(zip(federation.names, federation.domains, strict=True)))
     if run.done:
         return run
     with run.locked():
@@ -86,16 +87,20 @@ def _rounds(
     saved = run.load()
     state, start = saved or (method.init(len(federation.names)), -1)
     run.rewind(start)
+    void = 0
     for round in range(start + 1, config.rounds + 1 if method.trains else 1):
         began = time.perf_counter()
         record: dict[str, Any] = {"round": round}
         if round:
             cohort = sample(setup, federation, engine, round)
-            state = method.round(state, cohort)
-            names = federation.names
-            weights = cohort.notes.pop("weights", {})
-            record |= cohort.notes | {"weights": {names[i]: w for i, w in weights.items()}} if weights else cohort.notes
-            record |= {"asked": len(cohort.ids), "bytes_down": cohort.bytes_down, "bytes_up": cohort.bytes_up}
+            try:
+                state, void = method.round(state, cohort), 0
+            except NoQuorum as lack:  # an outage passes: the shared model stays as it is
+                void += 1
+                if void == PATIENCE:
+                    raise NoQuorum(f"{void} rounds in a row without quorum; {lack}") from lack
+                record["void"] = str(lack)
+            record |= account(cohort, federation)
         else:
             record |= {"bytes_down": 0, "bytes_up": 0}
         last = round == config.rounds or not method.trains
@@ -112,6 +117,14 @@ def _rounds(
     if isinstance(engine, Stacked):
         run.write("outputs.safetensors", outputs(method, federation, engine, state.shared, config.rounds))
     run.finish(result(method, federation, run.rounds()))
+
+
+def account(cohort: Cohort, federation: Federation) -> dict[str, Any]:
+    """What the round's exchanges were."""
+    notes = dict(cohort.notes)
+    if "weights" in notes:
+        notes["weights"] = {federation.names[i]: w for i, w in notes["weights"].items()}
+    return notes | {"asked": len(cohort.ids), "bytes_down": cohort.bytes_down, "bytes_up": cohort.bytes_up}
 
 
 def sample(setup: Setup, federation: Federation, engine: Stacked | Loopback, round: int) -> Cohort:

@@ -130,9 +130,7 @@ def test_batches_neither_touch_nor_feel_the_global_states():
 
 def test_a_later_round_shuffles_anew():
     bounds = np.array([[0, 20, 20, 20]])
-    first, second = (
-        Data(torch.zeros(20, 1), torch.arange(20), bounds, np.array([0]), seed=2, round=r) for r in (0, 1)
-    )
+    first, second = (Data(torch.zeros(20, 1), torch.arange(20), bounds, np.array([0]), seed=2, round=r) for r in (0, 1))
     order = [[y for b in d.batches(20) for y in b.y.flatten().tolist()] for d in (first, second)]
     assert order[0] != order[1]
     assert sorted(order[0]) == sorted(order[1]) == list(range(20))

@@ -47,7 +47,7 @@ def cayley(x: Tensor) -> Tensor:
     """The orthogonal maps themselves, [..., size, size]."""
     skew = (x - x.mT) / 2
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    return 2 * torch.linalg.solve(eye - skew, eye) - eye
+    return 2 * torch.linalg.solve(eye - skew, eye.expand_as(skew)) - eye  # expanded: a bare eye may be read as vectors
 
 
 def rotate(x: Tensor, h: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from fedvlm.data import partition as who
 from fedvlm.data.source import ALONE, Source
 from fedvlm.data.store import Progress, class_names, features, fingerprint
 from fedvlm.errors import nearest
+from fedvlm.seeds import key
 
 Partition = Literal["auto", "domain", "iid", "dirichlet", "pathological", "domain-dirichlet", "pooled"]
 
@@ -76,9 +77,14 @@ def pool(source: Source, backbone: Backbone, template: str, broken: str = "skip"
     source = replace(source, items=tuple(source.items[k] for k in good))
     if not good:
         raise FedvlmError(f"data={source.name}: none of its images can be read")
+    if len(source.classes) < 2:
+        raise FedvlmError(
+            f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
+            f"such as {next(iter(skipped))}; a classifier needs at least two"
+        )
     if "{}" not in template:
         raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
-    phrases = [template.format(name.replace("_", " ").lower()) for name in source.classes]
+    phrases = [template.replace("{}", name.replace("_", " ").lower()) for name in source.classes]
     task = Task(tuple(source.classes), class_names(backbone, phrases), backbone.dim, backbone.scale)
     mark = fingerprint([keys[k] for k in good], [f"{i.domain}/{i.label}" for i in source.items])
     return Pool(source, x[good], task, mark, f"{backbone.name}@{backbone.fingerprint}", skipped, backbone.black_box)
@@ -142,7 +148,8 @@ def _hold(
         owner, names = np.zeros(len(y), np.int64), []
         for k, domain in enumerate(known):
             mine = np.flatnonzero(place == k)
-            owner[mine] = k * layout.clients + who.dirichlet(y[mine], part[mine], layout.clients, seed + k, layout.alpha)
+            mix = who.dirichlet(y[mine], part[mine], layout.clients, key(seed, 29, k), layout.alpha)
+            owner[mine] = k * layout.clients + mix
             names += [f"{domain}-{i}" for i in range(layout.clients)]
         return owner, names, [d for d in known for _ in range(layout.clients)]
     deal = {

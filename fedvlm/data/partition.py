@@ -27,9 +27,9 @@ def split(
     if any(groups):
         cells: dict[tuple[str, ...], list[int]] = {}
         for i, (label, group) in enumerate(zip(labels, groups, strict=True)):
-            cells.setdefault((label, group), []).append(i)
+            cells.setdefault((label, group) if group else (label, "", str(i)), []).append(i)
         strata: dict[str | tuple[str, ...], list[list[int]]] = {}
-        for (label, _), members in sorted(cells.items()):
+        for (label, *_), members in sorted(cells.items()):
             strata.setdefault(label, []).append(members)
     else:
         strata = {}
@@ -38,7 +38,8 @@ def split(
     for number, (_, units) in enumerate(sorted(strata.items())):
         counts = apportion(len(units), np.asarray(shares, float))
         if counts[0] == 0:
-            counts[0], counts[int(counts.argmax())] = 1, counts[int(counts.argmax())] - 1
+            counts[counts.argmax()] -= 1
+            counts[0] = 1
         order = numpy_generator(seed, 11, number).permutation(len(units))
         for part, members in enumerate(np.split(order, np.cumsum(counts)[:-1])):
             for u in members:
@@ -67,10 +68,12 @@ def iid(labels: np.ndarray, part: np.ndarray, clients: int, seed: int) -> np.nda
 
 def dirichlet(labels: np.ndarray, part: np.ndarray, clients: int, seed: int, alpha: float) -> np.ndarray:
     """Each class is cut in proportions drawn from Dirichlet(α), the same for train, val and test."""
-    if alpha <= 0:
+    if not 0 < alpha < np.inf:
         raise FedvlmError(f"alpha={alpha:g} must be above 0: small is skewed, large is even")
-    draws = numpy_generator(seed, 17).gamma(alpha, size=(labels.max() + 1, clients))
-    return _deal(labels, part, np.maximum(draws, 1e-300), seed)  # a tiny α underflows; the largest share still wins
+    draw, size = numpy_generator(seed, 17), (labels.max() + 1, clients)
+    # a gamma of shape α is one of shape α + 1 times u^(1/α): in logarithms, for with a tiny α all of them would be 0
+    logs = np.log(draw.gamma(alpha + 1, size=size)) - draw.exponential(size=size) / alpha
+    return _deal(labels, part, np.exp(logs - logs.max(1, keepdims=True)), seed)
 
 
 def pathological(labels: np.ndarray, part: np.ndarray, clients: int, seed: int, per_client: int = 0) -> np.ndarray:
@@ -104,14 +107,14 @@ def pathological(labels: np.ndarray, part: np.ndarray, clients: int, seed: int, 
 def _deal(labels: np.ndarray, part: np.ndarray, shares: np.ndarray, seed: int) -> np.ndarray:
     """Items to clients, class by class and split by split, in exact proportion."""
     owner = np.zeros(len(labels), np.int64)
-    start = 0
+    start = np.zeros(3, np.int64)
     for label in range(shares.shape[0]):
         for piece in range(3):
             members = np.flatnonzero((labels == label) & (part == piece))
             members = numpy_generator(seed, 23, label, piece).permutation(members)
             # ties between equal shares would always favour the first client: begin each class where the last ended
-            turned = np.roll(shares[label], -start)
-            counts = np.roll(apportion(len(members), turned), start)
+            turned = np.roll(shares[label], -start[piece])
+            counts = np.roll(apportion(len(members), turned), start[piece])
             owner[members] = np.repeat(np.arange(shares.shape[1]), counts)
-        start = (start + 1) % shares.shape[1]
+            start[piece] = (start[piece] + len(members)) % shares.shape[1]
     return owner

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from fedvlm.core import FedvlmError
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 ALONE = "all"  # the domain of a folder that has none
+DEEP = 4  # folders: images below are an error already at 3, and a link may lead back up
+UNREADABLE = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # RuntimeError: a zip with a password
 
 
 @dataclass(frozen=True)
@@ -43,14 +48,14 @@ class Source:
         return sorted({i.label for i in self.items})
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Every file's bytes, in order."""
-        if self.root.is_dir():
+        """Every file's bytes, in order; empty where it cannot be read."""
+        with nullcontext() if self.root.is_dir() else zipfile.ZipFile(self.root) as box:
             for k, item in enumerate(self.items):
-                yield k, (self.root / item.path).read_bytes()
-        else:
-            with zipfile.ZipFile(self.root) as box:
-                for k, item in enumerate(self.items):
-                    yield k, box.read(item.path)
+                try:
+                    data = box.read(item.path) if box else (self.root / item.path).read_bytes()
+                except UNREADABLE:
+                    data = b""
+                yield k, data
 
 
 def open_source(name: str) -> Source:
@@ -64,8 +69,18 @@ def open_source(name: str) -> Source:
         if not zipfile.is_zipfile(root):
             raise FedvlmError(f"data={name} is neither a folder nor a zip file")
         return _collect(root.stem, root, _names_in_zip(root), grouped=False)
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
-    return _collect(root.resolve().name, root, names, grouped=False)
+    return _collect(root.resolve().name, root, _names_in_folder(root), grouped=False)
+
+
+def _names_in_folder(root: Path) -> list[str]:
+    """Links are followed: a data set is often a folder of them."""
+    names = []
+    for folder, inner, files in os.walk(root, followlinks=True):
+        place = Path(folder).relative_to(root)
+        names += [(place / f).as_posix() for f in files]
+        if len(place.parts) >= DEEP:
+            inner.clear()
+    return sorted(names)
 
 
 def _names_in_zip(path: Path) -> list[str]:
@@ -105,10 +120,16 @@ def digest(data: bytes) -> bytes:
 
 def decode(data: bytes) -> Image.Image:
     """An RGB image, or ValueError with a reason; what is too large is refused before it is decoded."""
+    if not data:
+        raise ValueError("the file is empty or cannot be read")
     try:
-        image = Image.open(io.BytesIO(data))
+        image: Image.Image = Image.open(io.BytesIO(data))
         if image.width * image.height > PIXELS:
             raise ValueError(f"{image.width}×{image.height} pixels, more than {PIXELS:,}")
+        if image.mode == "F":
+            raise ValueError("floating-point pixels, whose black and white nobody has said; save it with 8 bits")
+        if image.mode.startswith("I"):  # 16 bits of grey; Pillow alone would make all above 255 white
+            image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
         if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
             flat = Image.new("RGBA", image.size, "white")
             flat.alpha_composite(image.convert("RGBA"))

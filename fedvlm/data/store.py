@@ -14,6 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,13 +79,14 @@ class View:
         table["key"] = np.array([np.void(k) for k in keys], dtype="V16")
         table["row"] = rows
         table["check"] = [zlib.crc32(np.ascontiguousarray(r), zlib.crc32(k)) for k, r in zip(keys, table["row"], strict=True)]
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.rows"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             path.with_suffix(".part").write_bytes(table.tobytes())
             path.with_suffix(".part").rename(path)
         except OSError as error:
-            path.with_suffix(".part").unlink(missing_ok=True)
+            with suppress(OSError):
+                path.with_suffix(".part").unlink()
             raise FedvlmError(
                 f"the feature store at {self.folder} cannot be written ({error.strerror}); free some space "
                 "(`fedvlm cache --prune`) or set FEDVLM_CACHE to another folder"
@@ -190,7 +192,7 @@ class _Pending:
 def listing() -> Iterator[dict]:
     """What the store holds, a view each."""
     root = home() / "features"
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+    for folder in sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []:
         files = list(folder.glob("*.rows"))
         used = max((f.stat().st_mtime for f in files), default=folder.stat().st_mtime)
         yield {"view": folder.name, "segments": len(files), "bytes": sum(f.stat().st_size for f in files), "used": used}

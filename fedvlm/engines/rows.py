@@ -72,7 +72,7 @@ class Rows:
     def _unpack(self, rows: np.ndarray) -> Params:
         flat = torch.from_numpy(rows)
         parts = flat.split([s.numel() for s in self.shapes.values()], dim=1)
-        return {k: p.reshape(len(rows), *self.shapes[k]) for k, p in zip(self.names, parts, strict=True)}
+        return {k: p.reshape(len(rows), *self.shapes[k]).contiguous() for k, p in zip(self.names, parts, strict=True)}
 
     def _release(self, nbytes: int) -> None:
         self.touched += nbytes

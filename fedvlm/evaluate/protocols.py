@@ -1,6 +1,7 @@
 """Leave-one-domain-out (FedOT §5.1): a[i][j] is the accuracy on domain j of the run that held domain i out.
 
 G is the mean of the diagonal (the shared model on a domain nobody trained on), P of the rest (personal models), C of all.
+A single run is one row of that matrix, and its G, P and C are read off alike.
 """
 
 from __future__ import annotations
@@ -10,48 +11,54 @@ from typing import Any
 
 import numpy as np
 
-
-def matrix(results: list[dict[str, Any]], select: str = "last") -> tuple[list[str], np.ndarray]:
-    """Domains, and a[held out][tested]; NaN where a method has no such model or a run is missing."""
-    domains = sorted({d for r in results for d in r["unseen"]})
-    a = np.full((len(domains), len(domains)), np.nan)
-    for r in results:
-        held = domains.index(r["unseen"][0])
-        for name, views in r[select]["clients"].items():
-            if name in domains:
-                view = views.get("shared" if name in r["unseen"] else "personal", {})
-                value = view.get("test")
-                a[held, domains.index(name)] = np.nan if value is None else value
-    return domains, a
+Entry = tuple[float, bool]  # test accuracy (NaN where there is no such model), and whether nobody trained on it
 
 
-def summary(a: np.ndarray) -> dict[str, float | None]:
-    diagonal = np.eye(len(a), dtype=bool)
-    out = {"G": a[diagonal], "P": a[~diagonal], "C": a.reshape(-1)}
-    return {k: None if np.isnan(v).any() or not v.size else float(v.mean()) for k, v in out.items()}
+def target(info: dict[str, Any]) -> str:
+    return "+".join(info["config"]["unseen"]) or "nobody"
+
+
+def row(info: dict[str, Any], select: str = "last") -> dict[str, Entry]:
+    """One run's row of the matrix: domain → the shared model's accuracy where it was held out, else its clients' own."""
+    record, unseen = info["result"][select], set(info["result"]["unseen"])
+    homes = info.get("homes", {})
+    found: dict[str, list[float]] = defaultdict(list)
+    held: dict[str, bool] = {}
+    for name, views in record.get("clients", {}).items():
+        view = views.get("shared" if name in unseen else "personal")
+        domain = homes.get(name, name)
+        held[domain] = name in unseen
+        if view is None:  # no such model
+            found[domain].append(np.nan)
+        elif view["test"] is not None:  # a client without a test image says nothing
+            found[domain].append(view["test"])
+    if not found:  # too many clients to be recorded one by one
+        found = {"held out": [as_number(record.get("G"))] * bool(unseen), "clients": [as_number(record.get("P"))]}
+        held = {"held out": True, "clients": False}
+    return {d: (float(np.mean(v)), held[d]) for d, v in found.items() if v}
+
+
+def as_number(value: float | None) -> float:
+    return np.nan if value is None else value
+
+
+def summary(rows: list[dict[str, Entry]]) -> dict[str, float | None]:
+    """G, P, C over the rows of a matrix; None where a value is missing or there is nothing to take a mean of."""
+    entries = [entry for r in rows for entry in r.values()]
+    kinds = {"G": [v for v, held in entries if held], "P": [v for v, held in entries if not held]}
+    kinds["C"] = kinds["G"] + kinds["P"] if kinds["G"] else []
+    return {k: float(np.mean(v)) if v and not np.isnan(v).any() else None for k, v in kinds.items()}
 
 
 def by_seed(infos: list[dict[str, Any]], select: str = "last") -> dict[int, dict[str, float | None]]:
-    """G, P, C for each seed that has every target; other runs count by themselves."""
-    seeds: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    """G, P, C for each seed that was run on every target."""
+    seeds: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for info in infos:
-        seeds[info["config"]["seed"]].append(info)
-    targets = {tuple(i["result"]["unseen"]) for i in infos}
-    one_out = len(targets) > 1 and all(len(t) == 1 for t in targets)
-    out: dict[int, dict[str, float | None]] = {}
-    for seed, group in sorted(seeds.items()):
-        results = [i["result"] for i in group]
-        if one_out and {tuple(r["unseen"]) for r in results} == targets:
-            out[seed] = summary(matrix(results, select)[1])
-        elif not one_out:
-            out[seed] = single(results[-1][select], results[-1]["unseen"])
-    return out
+        seeds[info["config"]["seed"]][target(info)] = info
+    targets = {target(i) for i in infos}
+    return {s: summary([row(i, select) for i in runs.values()]) for s, runs in sorted(seeds.items()) if runs.keys() == targets}
 
 
-def single(record: dict[str, Any], unseen: list[str]) -> dict[str, float | None]:
-    """One run's G and P, and their mean over all clients as C."""
-    clients = record.get("clients", {})
-    values = [v.get("shared" if k in unseen else "personal", {}).get("test") for k, v in clients.items()]
-    known = [v for v in values if v is not None]
-    whole = bool(unseen) and len(known) == len(values) and bool(known)
-    return {"G": record.get("G"), "P": record.get("P"), "C": float(np.mean(known)) if whole else None}
+def partial(infos: list[dict[str, Any]]) -> list[int]:
+    """Seeds that miss a target others have, and so are left out of the means."""
+    return sorted({i["config"]["seed"] for i in infos} - by_seed(infos).keys())

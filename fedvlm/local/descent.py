@@ -57,6 +57,8 @@ class Walk:
 
     def __init__(self, pace: Pace, params: Params):
         self.pace, self.values, self.steps = pace, list(params.values()), 0
+        if not all(v.is_contiguous() for v in self.values):
+            raise ValueError("parameters must be contiguous: the fused kernels would read them wrongly, and silently")
         slots = {"sgd": 1 if pace.momentum else 0, "adam": 2, "adamw": 2}[pace.optimiser]
         self.slots = [[torch.zeros_like(v) for v in self.values] for _ in range(slots)]
 

@@ -21,10 +21,13 @@ class Ditto(Sgd):
     strength: float = 0.1  # λ, the tie between the private copy and the shared model
 
     def rows(self, shared: Params) -> Params:
-        return {COPY + k: torch.zeros_like(v) for k, v in shared.items()} | {STARTED: torch.zeros(())}
+        copy = {COPY + k: torch.zeros_like(v) for k, v in shared.items()}
+        return copy | {STARTED: torch.zeros(())} if copy else {}
 
     def train(self, model: Model, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
         kept, up = super().train(model, adapters(own), down, data)
+        if not down:
+            return kept, up
         anchor = lift(down)
         copy = only(self.personal(own, anchor), down)
 
@@ -36,6 +39,8 @@ class Ditto(Sgd):
         return kept | {COPY + k: v for k, v in copy.items()} | {STARTED: torch.ones_like(own[STARTED])}, up
 
     def personal(self, own: Params, down: Params) -> Params:
+        if not down:
+            return own
         started = own[STARTED] > 0
         copy = {k: torch.where(started.view(-1, *[1] * (v.dim() - 1)), own[COPY + k], v) for k, v in down.items()}
         return adapters(own) | copy

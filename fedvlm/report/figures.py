@@ -1,8 +1,8 @@
 """One picture of what federated adaptation buys over the frozen model, from run folders only.
 
-Left: the clients' own models (P) against the shared model on held-out clients (G), from the first round to the last, the
-frozen model as crosshair. Middle: G and P by round. Right: the held-out clients one by one. Bars and bands are ± one
-standard error over seeds; every number is the tables' (`by_seed`; last round, test split), so the two cannot disagree.
+Left: the clients' own models (P) against the shared model on held-out clients (G), with the way there, the frozen model
+as crosshair. Middle: G and P by round. Right: the held-out clients one by one. Bars and bands are ± one standard error
+over seeds; G and P are the tables' own (`by_seed`; last round, test split), so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from fedvlm.evaluate.protocols import by_seed
@@ -23,6 +25,7 @@ from fedvlm.report.tables import grouped
 from fedvlm.runs import Run
 
 FROZEN = "zero-shot"
+BUYS = "what adaptation buys over the frozen model"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MEANING = {"G": "accuracy on clients nobody has seen (G), %", "P": "accuracy of the clients' own models (P), %"}
 
@@ -52,7 +55,7 @@ class Line:
 
     @property
     def frozen(self) -> bool:
-        return self.infos[0]["method"] == FROZEN
+        return bool(self.infos[0]["method"] == FROZEN)
 
     def over(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard error over seeds, by round."""
@@ -67,10 +70,16 @@ class Line:
 
 
 def figure(runs: list[Run], path: Path, look: Look = LIGHT) -> None:
-    style = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), look.ink)
+    style: Any = {
+        "font.size": 8.5,
+        "text.parse_math": False,
+        "axes.titlelocation": "left",
+        "axes.facecolor": look.paper,
+    }
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), look.ink)
     style |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), look.faint)
-    plain = {"font.size": 8.5, "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(style | plain | {"axes.facecolor": look.paper, "axes.titlelocation": "left"}):
+    with matplotlib.rc_context(style):
         draw(gather(runs, look), look).savefig(path, format="png", dpi=200, facecolor=look.paper)
 
 
@@ -97,8 +106,8 @@ def draw(lines: list[Line], look: Look) -> Figure:
     metrics = [m for m in ("G", "P") if any(np.isfinite(x.last(m)[0]) for x in lines)]
     rows, curved = by_client(lines), any(len(x.rounds) > 1 for x in lines)
     widths = [1.25, *([1.2] if curved and metrics else []), *([1.0] if rows else [])]
-    fig = Figure(figsize=(4 * len(widths), max(5.0, 2 + 0.24 * len(rows))), layout="constrained")
-    fig.get_layout_engine().set(rect=(0.005, 0.05, 0.985, 0.94), w_pad=0.12)  # type: ignore[union-attr]
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.05, 0.985, 0.94), w_pad=0.12)
+    fig = Figure(figsize=(4 * len(widths), max(5.0, 2 + 0.24 * len(rows))), layout=layout)
     panels = fig.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0]
     if len(metrics) == 2:
         plane(panels[0].subplots(), lines, look)
@@ -117,39 +126,41 @@ def draw(lines: list[Line], look: Look) -> Figure:
 
 
 def plane(ax: Axes, lines: list[Line], look: Look) -> None:
-    """G over P. A method without a shared model has no G and stands as an upright line at its P."""
-    base = next((x for x in lines if x.frozen and np.isfinite([x.last("P")[0], x.last("G")[0]]).all()), None)
-    bar = {"ms": 8, "elinewidth": 1.2, "capsize": 2.5, "zorder": 3}
-    points = []
-    for line in lines:
-        (p, dp), (g, dg) = line.last("P"), line.last("G")
-        if np.isfinite(g):
-            ax.plot(line.over("P")[0], line.over("G")[0], color=line.colour, lw=1.2, alpha=0.3, zorder=2)
-            ax.errorbar(p, g, dg, dp, color=line.colour, marker=line.marker, **bar)
-            points.append((line, p, dp, g))
-        elif np.isfinite(p):
-            ax.axvline(p, color=line.colour, lw=1.2, ls=(0, (1, 2)))
-            text = f"{brief(line.label)}: no shared model"
-            ax.annotate(text, (p, 0.02), (-3, 0), ax.get_xaxis_transform(), "offset points", color=line.colour, rotation=90, ha="right")  # fmt: skip # noqa: E501
+    """G over P. A method without a shared model has no G; it stands on the lower edge at its P."""
+    at = {line.label: (*line.last("P"), *line.last("G")) for line in lines}
+    both = [x for x in lines if np.isfinite(at[x.label]).all()]
+    alone = [x for x in lines if np.isfinite(at[x.label][0]) and x not in both]
+    base = next((x for x in both if x.frozen), None)
+    for line in both:
+        p, dp, g, dg = at[line.label]
+        ax.plot(line.over("P")[0], line.over("G")[0], color=line.colour, lw=1.2, alpha=0.3)
+        ax.errorbar(p, g, dg, dp, color=line.colour, marker=line.marker, ms=8, elinewidth=1.2, capsize=2.5, zorder=4)
+    for line in alone:
+        ax.plot(at[line.label][0], 0, "^", ms=9, color=line.colour, transform=ax.get_xaxis_transform(), clip_on=False)
     ax.margins(0.16, 0.14)
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
     ax.set(xlim=(left, right), ylim=(low, high), xlabel=MEANING["P"], ylabel=MEANING["G"])
-    ax.set_title(
-        "what adaptation buys over the frozen model" if base and len(lines) > 1 else "shared and personal models"
-    )
-    zero = {m: base.last(m)[0] if base else 0.0 for m in ("G", "P")}
+    ax.set_title(BUYS if base and len(lines) > 1 else "shared and personal models")
     if base:
-        ax.axvline(zero["P"], color=look.faint, lw=0.9, ls="--", zorder=1)
-        ax.axhline(zero["G"], color=look.faint, lw=0.9, ls="--", zorder=1)
-        ax.fill_between([zero["P"], right], zero["G"], high, color=look.faint, alpha=0.07, lw=0, zorder=0)
+        p, _, g, _ = at[base.label]
+        ax.axvline(p, color=look.faint, lw=0.9, ls="--", zorder=1)
+        ax.axhline(g, color=look.faint, lw=0.9, ls="--", zorder=1)
+        ax.fill_between([p, right], g, high, color=look.faint, alpha=0.07, lw=0, zorder=0)
     step = (high - low) * 0.045
-    wanted = [g - step * 0.8 if line is base else g for line, _, _, g in points]
-    for (line, p, dp, g), y in zip(points, spread(wanted, step, low, high), strict=True):
+    wanted = [low + step * (0.5 + k) for k in range(len(alone))]
+    wanted += [at[x.label][2] - (step * 0.8 if x is base else 0) for x in both]
+    for line, y in zip([*alone, *both], spread(wanted, step, low, high), strict=True):
+        p, dp, g, _ = at[line.label]
+        text = f"  P {p:.1f}, no G" if line in alone else f"  G {g:.1f}, P {p:.1f}"
+        if base and line is not base and line in both:
+            text = f"  G {g - at[base.label][2]:+.1f}, P {p - at[base.label][0]:+.1f}"
         side = 1 if p < (left + right) / 2 else -1
-        gain = "" if line is base or not base else f"  G {g - zero['G']:+.1f}, P {p - zero['P']:+.1f}"
-        text = f"{brief(line.label)}{gain}" if gain else f"{brief(line.label)}  G {g:.1f}, P {p:.1f}"
         x = p + side * (dp + (right - left) * 0.025)
-        ax.text(x, y, text, color=line.colour, ha="left" if side > 0 else "right", va="center", weight="bold")
+        room = ((right - x) if side > 0 else (x - left)) / (right - left) / 0.0195  # in letters
+        text = brief(line.label) + (text if len(brief(line.label) + text) < room else "")
+        halo = [withStroke(linewidth=2.5, foreground=look.paper)]
+        where: Any = {"ha": "left" if side > 0 else "right", "va": "center", "path_effects": halo}
+        ax.text(x, y, text, color=line.colour, size=8, weight="bold", **where)
 
 
 def ladder(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
@@ -158,14 +169,14 @@ def ladder(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
         value, error = line.last(metric)
         ax.errorbar(value, k, xerr=error, color=line.colour, marker=line.marker, ms=8, elinewidth=1.2, capsize=2.5)
         if np.isfinite(value):
-            at = {"xy": (value, k), "xytext": (7, 7), "textcoords": "offset points"}
-            ax.annotate(f"{value:.1f}", **at, color=line.colour, weight="bold")
+            near: Any = {"xytext": (7, 7), "textcoords": "offset points"}
+            ax.annotate(f"{value:.1f}", (value, k), **near, color=line.colour, weight="bold")
         if line.frozen:
             ax.axvline(value, color=look.faint, lw=0.9, ls="--", zorder=1)
     ax.set_yticks(range(len(lines)), [brief(x.label) for x in reversed(lines)])
     ax.set(xlabel=MEANING[metric], ylim=(-0.6, len(lines) - 0.4))
     ax.margins(x=0.2)
-    ax.set_title("what adaptation buys over the frozen model" if lines[0].frozen and len(lines) > 1 else "at the end")
+    ax.set_title(BUYS if lines[0].frozen and len(lines) > 1 else "after the last round")
 
 
 def curves(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
@@ -209,10 +220,12 @@ def by_client(lines: list[Line]) -> dict[str, list[float]]:
 
 
 def dots(ax: Axes, lines: list[Line], rows: dict[str, list[float]], look: Look) -> None:
+    trained = [x for x in lines if not x.frozen]
     for k, line in enumerate(lines):
-        shift = 0 if line.frozen else (len(lines) / 2 - k) * min(0.16, 0.6 / len(lines))  # equal values stay visible
-        mark = {"marker": "|", "ms": 15, "mew": 2.2} if line.frozen else {"marker": line.marker, "ms": 5.5}
-        ax.plot([v[k] for v in rows.values()], np.arange(len(rows)) + shift, color=line.colour, ls="", **mark)
+        rank = 0.0 if line.frozen else (len(trained) - 1) / 2 - trained.index(line)
+        heights = np.arange(len(rows)) + rank * min(0.16, 0.7 / len(lines))  # equal values stay side by side
+        mark: Any = {"marker": "|", "ms": 15, "mew": 2.2} if line.frozen else {"marker": line.marker, "ms": 5.5}
+        ax.plot([v[k] for v in rows.values()], heights, color=line.colour, ls="", **mark)
     ax.hlines(np.arange(len(rows)) - 0.5, *ax.get_xlim(), color=look.faint, alpha=0.2, lw=0.6)
     ax.set_yticks(range(len(rows)), [brief(n, 22) for n in rows])
     ax.tick_params("y", length=0)
@@ -220,18 +233,18 @@ def dots(ax: Axes, lines: list[Line], rows: dict[str, list[float]], look: Look) 
     ax.set_ylim(-0.5, len(rows) - 0.5)
     several = len(targets(lines)) > 1
     ax.set_xlabel("accuracy when held out (G), %" if several else "test accuracy, %")
-    ax.set_title("each target" if several else "each client")
+    ax.set_title(f"each {'target' if several else 'client'}{', zero-shot as |' * lines[0].frozen}")
 
 
 def caption(lines: list[Line]) -> str:
     infos = [i for x in lines for i in x.infos]
     backbones = ", ".join(sorted({i["backbone"]["name"].split("@")[0] for i in infos}))
     sets = ", ".join(sorted({i["data"]["name"] for i in infos}))
-    held, seeds = len(targets(lines)), len({i["config"]["seed"] for i in infos})
+    held, seeds = len(targets(lines)), sorted({x.scores["P"].shape[1] for x in lines})  # those that have every target
     rounds = sorted({x.rounds[-1] for x in lines if not x.frozen} or {0})
     parts = [f"backbone {backbones}", f"data {sets}"]
     parts.append(f"{held} held-out target{'s' * (held != 1)}" if held else "nobody held out")
-    parts.append(f"{seeds} seeds (± s.e.)" if seeds > 1 else "1 seed (no error known)")
+    parts.append(f"{' or '.join(map(str, seeds))} seed{'s (± s.e.)' if seeds[-1] > 1 else ' (no error known)'}")
     parts.append(f"{' or '.join(map(str, rounds))} round{'s' * (rounds != [1])}")
     if len({frozenset((i["config"]["seed"], *i["config"]["unseen"]) for i in x.infos) for x in lines}) > 1:
         parts.append("CAUTION: methods differ in targets or seeds")

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedvlm.config import recipe
 from fedvlm.core import FedvlmError
-from fedvlm.evaluate.protocols import by_seed
+from fedvlm.evaluate.protocols import by_seed, partial, target
 from fedvlm.runs import LOOSE, Run
 
 METRICS = ("G", "P", "C")
@@ -125,7 +125,7 @@ def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool)
     backbones = sorted({i["backbone"]["name"].split("@")[0] for i in infos})
     sets = sorted({f"{i['data']['name']} ({i['data']['images']:,} images)" for i in infos})
     seeds = sorted({i["config"]["seed"] for i in infos})
-    targets = sorted({"+".join(i["result"]["unseen"]) or "nobody" for i in infos})
+    targets = sorted({target(i) for i in infos})
     split = sorted({"/".join(f"{s:g}" for s in i["config"]["split"]) for i in infos})
     view = "last round" if select == "last" else "round chosen on the training clients' validation split"
     out = [
@@ -133,6 +133,9 @@ def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool)
         f"seeds {', '.join(map(str, seeds))}",
         f"test accuracy in %, {view}; G: shared model on held-out clients, P: personal models, C: all; ± std over seeds",
     ]
+    for name, group in groups.items():
+        if gaps := partial(group):
+            out.append(f"{name}: seeds {', '.join(map(str, gaps))} are left out, they miss targets that others have")
     if published:
         sources = sorted({p["source"] for i in infos if (p := paper_numbers(i)) and "source" in p})
         out.append(f"the paper's numbers are with another backbone and are no target here: {'; '.join(sources)}")

@@ -1,0 +1,154 @@
+"""What every adapter × local × merge must do, whoever wrote it: one parametrised contract."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_data, random_task
+
+from fedvlm import parts
+from fedvlm.core import Cohort
+from fedvlm.engines.stacked import Stacked
+from fedvlm.method import Method
+
+RULES = {"lr": 0.05, "batch": 4, "epochs": 2, "momentum": 0.5, "weight_decay": 0.01}
+EVERY = list(itertools.product(*(parts.names(axis) for axis in parts.AXES)))
+ABLE = np.array([0, 1, 2, 3, 4])  # client 5 has nothing to train on
+
+
+def build(adapter: str, local: str, merge: str, **rules) -> Method:
+    chosen = parts.find("local", local)(**(RULES | rules))
+    return Method.build(parts.find("adapter", adapter)(), chosen, parts.find("merge", merge)(), random_task(), seed=5)
+
+
+def play(method, data, chunk, rounds=3, ids=ABLE, rows=None, state=None, start=1, lost=frozenset()):
+    """The state, the private rows and the scores after some rounds."""
+    engine = Stacked(method, data, chunk, rows)
+    state = state or method.init(len(data))
+    cohort = None
+    for round in range(start, start + rounds):
+        cohort = Cohort(engine, ids, round, lost=lost)
+        state = method.round(state, cohort)
+    everybody = np.arange(len(data))
+    scores = Cohort(engine, everybody, start + rounds - 1).ask("score", state.shared)[1]
+    return state, engine.rows.read(everybody, start + rounds - 1), scores, cohort
+
+
+def close(a, b, tolerance=1e-9):
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+
+
+def same(a, b):
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(params=EVERY, ids="-".join)
+def method(request, double):
+    return build(*request.param)
+
+
+@pytest.fixture
+def data(double):
+    return random_data(random_task())
+
+
+def test_stacked_is_serial(method, data):
+    state, rows, scores, _ = play(method, data, chunk=1)
+    for chunk in (2, 6):
+        other_state, other_rows, other_scores, _ = play(method, data, chunk)
+        close(state.shared, other_state.shared)
+        close(rows, other_rows)
+        close(scores, other_scores)
+
+
+def test_stacked_is_serial_with_adam(method, data):
+    adam = build(*(parts_of(method)), optimiser="adam", lr=0.01)
+    close(play(adam, data, 1)[0].shared, play(adam, data, 6)[0].shared, 1e-8)
+
+
+def parts_of(method):
+    return [type(getattr(method, axis)).__module__.rsplit(".", 1)[-1] for axis in parts.AXES]
+
+
+def test_private_never_goes_up(method, data):
+    engine = Stacked(method, data, 6)
+    for _, up in engine.run("train", ABLE, method.initial, 1, 0):
+        assert set(up) == set(method.initial) | set(method.local.sends)
+        assert not set(up) & set(method.newcomer)
+        assert all(len(v) == len(ABLE) for v in up.values())
+
+
+def test_what_is_sent_down_stays_as_it_is(method, data):
+    before = {k: v.clone() for k, v in method.initial.items()}
+    newcomer = {k: v.clone() for k, v in method.newcomer.items()}
+    for chunk in (1, 6):
+        play(method, data, chunk)
+    same(before, method.initial)
+    same(newcomer, method.newcomer)
+
+
+def test_neighbours_do_not_matter(method, data):
+    """Padded is ragged: a client gets the same beside larger ones as alone."""
+    engine = Stacked(method, data, 6)
+    together = {int(i): {k: v[n] for k, v in up.items()} for ids, up in engine.run("train", ABLE, method.initial, 1, 0) for n, i in enumerate(ids)}
+    for i in ABLE:
+        alone = Stacked(method, data, 1)
+        ((_, up),) = alone.run("train", np.array([i]), method.initial, 1, 0)
+        close({k: v[0] for k, v in up.items()}, together[int(i)])
+
+
+def test_order_of_clients_does_not_matter(method, data):
+    for chunk in (1, 6):
+        a = play(method, data, chunk, ids=ABLE)[0]
+        b = play(method, data, chunk, ids=ABLE[::-1].copy())[0]
+        same(a.shared, b.shared)
+
+
+def test_missing_clients_are_absent(method, data):
+    state, rows, _, cohort = play(method, data, 6, lost=frozenset({0, 3}))
+    fewer = play(method, data, 6, ids=np.array([1, 2, 4]))[0]
+    same(state.shared, fewer.shared)
+    assert cohort.notes["answered"] == 3 and set(cohort.notes["weights"]) == {1, 2, 4}
+    for name, start in method.newcomer.items():
+        assert torch.equal(rows[name][0], start)
+
+
+def test_goes_on_bit_for_bit(method, data, tmp_path):
+    """Two rounds, a fresh engine on the same rows, two more: the same bits as four at a stretch. A round that was
+    begun and lost in between changes nothing."""
+    whole, whole_rows, *_ = play(method, data, 6, rounds=4)
+    state, *_ = play(method, data, 6, rounds=2, rows=tmp_path / "rows")
+    play(method, data, 6, rounds=1, rows=tmp_path / "rows", state=state, start=3)
+    state, rows, *_ = play(method, data, 6, rounds=2, rows=tmp_path / "rows", state=state, start=3)
+    same(whole.shared, state.shared)
+    same(whole_rows, rows)
+
+
+def test_bytes_are_exact(method, data):
+    *_, cohort = play(method, data, 6, rounds=1, lost=frozenset({1}))
+    shared = sum(v.numel() for v in method.initial.values()) * 8
+    assert cohort.bytes_down == 5 * shared
+    assert cohort.bytes_up == 4 * (shared + 8 * len(method.local.sends))
+
+
+def test_a_newcomer_is_defined(method, data):
+    """A client that never trained gets the shared view of everybody: its personal model is the newcomer's."""
+    if not method.generalises:
+        pytest.skip("nothing is shared")
+    *_, scores, _ = play(method, data, 6)
+    if method.newcomer:
+        close({"x": scores["shared.correct"][5]}, {"x": scores["personal.correct"][5]})
+        close({"x": scores["shared.loss"][5]}, {"x": scores["personal.loss"][5]})
+
+
+def test_training_lowers_the_loss(method, data):
+    if not method.trains:
+        pytest.skip("nothing is trained")
+    view = "personal" if method.newcomer else "shared"
+    loss = [play(method, data, 6, rounds=r)[2][f"{view}.loss"][:5, 0].sum() for r in (0, 4)]
+    assert loss[1] < loss[0]

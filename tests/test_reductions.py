@@ -1,0 +1,154 @@
+"""Where one method must become another, or plain training with torch's own tools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_data, random_task
+from test_contract import ABLE, build, close, play
+from torch.nn import functional as F
+
+from fedvlm.adapters.head import Head
+from fedvlm.adapters.rotation import Rotation
+from fedvlm.core import Cohort, Data
+from fedvlm.engines.stacked import Stacked
+from fedvlm.local.ditto import Ditto
+from fedvlm.local.prox import Prox
+from fedvlm.local.sgd import Sgd
+from fedvlm.merge.mean import Mean
+from fedvlm.method import Method
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def make(adapter=None, local=None, merge=None):
+    return Method.build(adapter or Head(), local or Sgd(lr=0.1, batch=4), merge or Mean(), random_task(), seed=5)
+
+
+@pytest.mark.parametrize("adapter", ["head", "attention", "rotation", "linear", "mlp"])
+def test_prox_without_pull_is_sgd(adapter):
+    data = random_data(random_task())
+    close(play(build(adapter, "prox", "mean", mu=0.0), data, 6)[0].shared, play(build(adapter, "sgd", "mean"), data, 6)[0].shared)
+
+
+@pytest.mark.parametrize("adapter", ["head", "attention", "rotation"])
+def test_ditto_shares_what_sgd_shares(adapter):
+    data = random_data(random_task())
+    close(play(build(adapter, "ditto", "mean"), data, 6)[0].shared, play(build(adapter, "sgd", "mean"), data, 6)[0].shared)
+
+
+def test_ditto_untied_is_training_alone():
+    data = random_data(random_task())
+    rows = play(make(local=Ditto(lr=0.1, batch=4, strength=0.0)), data, 6)[1]
+    alone = play(make(Head(private=("head",))), data, 6)[1]
+    close({"head": rows["personal.head"][:5]}, {"head": alone["head"][:5]})
+
+
+def test_ditto_tied_hard_is_the_shared_model():
+    data = random_data(random_task())
+    _, rows, *_ = play(make(local=Ditto(lr=0.01, batch=4, strength=90.0, epochs=3)), data, 6, rounds=1)
+    loose = play(make(local=Ditto(lr=0.01, batch=4, strength=0.0, epochs=3)), data, 6, rounds=1)[1]
+    start = random_task().names()
+    assert (rows["personal.head"][:5] - start).norm() < 0.2 * (loose["personal.head"][:5] - start).norm()
+
+
+def test_one_block_is_dense_and_many_are_blocks():
+    data = random_data(random_task())
+    dense, blocked = Rotation(), Rotation(blocks=4)
+    state, rows, *_ = play(make(blocked), data, 6)
+    full = torch.stack([torch.block_diag(*r) for r in rows["skew"]])[:, None]
+    x = data.x[None, :10].expand(6, -1, -1)
+    head = state.shared["head"][None]
+    a = blocked.logits(random_task(), {"head": head, "skew": rows["skew"]}, x)
+    b = dense.logits(random_task(), {"head": head, "skew": full}, x)
+    torch.testing.assert_close(a, b)
+
+
+def test_equal_sizes_make_size_and_uniform_alike():
+    data = random_data(random_task(), sizes=((12, 2, 2),) * 4)
+    ids = np.arange(4)
+    close(play(make(), data, 4, ids=ids)[0].shared, play(make(merge=Mean(weights="uniform")), data, 4, ids=ids)[0].shared)
+
+
+def test_unequal_sizes_do_not():
+    data = random_data(random_task())
+    a, b = (play(make(merge=Mean(weights=w)), data, 6)[0].shared["head"] for w in ("size", "uniform"))
+    assert (a - b).abs().max() > 1e-4
+
+
+def test_one_full_step_by_size_is_gradient_descent_on_all_data():
+    """FedSGD: with one full batch a round, averaging by size is a step on the pooled loss."""
+    data, task = random_data(random_task()), random_task()
+    shared = play(make(local=Sgd(lr=0.5, batch=1000)), data, 6, rounds=1)[0].shared["head"]
+    rows = torch.cat([torch.arange(*data.bounds[i, :2]) for i in ABLE])
+    head = task.names().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(task.scale * data.x[rows] @ head.T, data.y[rows]), head)
+    torch.testing.assert_close(shared, (head - 0.5 * slope).detach())
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam", "adamw"])
+def test_one_client_is_plain_training(optimiser):
+    """Against torch.optim on a module, with the same batches, momentum and weight decay, over two rounds."""
+    task = random_task()
+    data = random_data(task, sizes=((22, 3, 3),))
+    rule = Sgd(lr=0.05, batch=5, epochs=2, optimiser=optimiser, momentum=0.9 * (optimiser == "sgd"), weight_decay=0.02)
+    method = make(local=rule)
+    state = play(method, data, 1, rounds=2, ids=np.array([0]))[0]
+    head = torch.nn.Linear(task.dim, len(task.classes), bias=False)
+    head.weight.data.copy_(task.names())
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    for round in (1, 2):
+        options = {"momentum": 0.9} if optimiser == "sgd" else {}
+        walk = kinds[optimiser](head.parameters(), lr=0.05, weight_decay=0.02, **options)
+        now = replace(data, round=round)
+        for batch in now.batches(5, 2):
+            real = batch.weight[0] > 0
+            walk.zero_grad()
+            F.cross_entropy(task.scale * head(batch.x[0][real]), batch.y[0][real]).backward()
+            walk.step()
+    torch.testing.assert_close(state.shared["head"], head.weight.data)
+
+
+def test_momentum_does_not_leak_between_clients_or_rounds():
+    """Two clients with the same data and the same draw of batches end alike, whoever trains first."""
+    task = random_task()
+    one = random_data(task, sizes=((9, 1, 1),))
+    twice = Data(one.x, one.y, np.repeat(one.bounds, 2, 0), np.array([0, 0]), one.seed, 0, one.rounds)
+    method = make(local=Sgd(lr=0.1, batch=3, momentum=0.9))
+    for chunk in (1, 2):
+        engine = Stacked(method, twice, chunk)
+        _, up = Cohort(engine, np.array([0, 1]), 1).ask("train", method.initial)
+        assert torch.equal(up["head"][0], up["head"][1])
+
+
+def test_cosine_schedule_reaches_zero():
+    task = random_task()
+    data = random_data(task)
+    rule = Sgd(lr=0.1, schedule="cosine")
+    rates = [rule.rate(replace(data, round=r, rounds=10)) for r in range(1, 11)]
+    assert rates[0] == pytest.approx(0.1) and all(a > b for a, b in zip(rates, rates[1:], strict=False)) and rates[-1] < 0.003
+
+
+def test_local_only_is_each_client_by_itself():
+    data = random_data(random_task())
+    method = make(Head(private=("head",)))
+    rows = play(method, data, 6)[1]["head"]
+    for i in (0, 3):
+        alone = play(method, data, 1, ids=np.array([i]))[1]["head"]
+        torch.testing.assert_close(rows[i], alone[i])
+
+
+def test_prox_pulls_by_mu_times_the_distance():
+    """The gradient of the proximal term is μ(w − w_g): neither detached nor without its square."""
+    task = random_task()
+    data = random_data(task, sizes=((4, 1, 1),))
+    batch = next(iter(data.batches(4)))
+    anchor = {"head": task.names()[None]}
+    now = {"head": (task.names()[None] + 0.3).requires_grad_()}
+    model = make().model
+    plain = torch.autograd.grad(Sgd().loss(model, now, batch, anchor).sum(), now["head"])[0]
+    pulled = torch.autograd.grad(Prox(mu=0.7).loss(model, now, batch, anchor).sum(), now["head"])[0]
+    torch.testing.assert_close(pulled - plain, 0.7 * (now["head"] - anchor["head"]).detach())
