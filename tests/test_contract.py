@@ -152,3 +152,20 @@ def test_training_lowers_the_loss(method, data):
     view = "personal" if method.newcomer else "shared"
     loss = [play(method, data, 6, rounds=r)[2][f"{view}.loss"][:5, 0].sum() for r in (0, 4)]
     assert loss[1] < loss[0]
+
+
+@pytest.mark.parametrize("adapter", [a for a in parts.names("adapter") if parts.find("adapter", a).transposes])
+def test_slopes_by_hand_are_autograds(adapter, data):
+    from fedvlm.local.descent import by_autograd
+    from fedvlm.local.model import cross_entropy
+
+    model = build(adapter, "sgd", "mean").model
+    params = {k: v + 0.1 * torch.randn(len(ABLE), *v.shape) for k, v in model.adapter.init(model.task, 1).items()}
+    large = Stacked(build(adapter, "sgd", "mean"), data, 6).at(np.array([0, 2, 4, 1, 3]), 1)
+    for batch in large.batches(4):
+        now = {k: v[: len(batch.y)] for k, v in params.items()}
+        loss, hand = model.slopes("cross-entropy")(now, batch)
+        other, auto = by_autograd(lambda p, b: cross_entropy(model.logits(p, b.x), b))(now, batch)
+        torch.testing.assert_close(loss, other)
+        for a, b in zip(hand, auto, strict=True):
+            torch.testing.assert_close(a, b)

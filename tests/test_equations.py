@@ -20,7 +20,7 @@ from fedvlm.adapters.mlp import Mlp
 from fedvlm.adapters.rotation import Rotation, cayley, rotate
 from fedvlm.core import Batch, lift
 from fedvlm.evaluate.protocols import by_seed, partial, row, summary
-from fedvlm.local.sgd import contrastive, cross_entropy
+from fedvlm.local.model import contrastive, cross_entropy
 from fedvlm.merge.mean import Agreement
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -147,8 +147,9 @@ def test_prox_pulls_by_mu_times_the_distance():
     data = random_data(task, sizes=((4, 1, 1),))
     batch = next(iter(data.batches(4)))
     anchor = {"head": task.names()[None]}
-    now = {"head": (task.names()[None] + 0.3).requires_grad_()}
+    now = {"head": task.names()[None] + 0.3}
     model = make().model
-    plain = torch.autograd.grad(Sgd().loss(model, now, batch, anchor).sum(), now["head"])[0]
-    pulled = torch.autograd.grad(Prox(mu=0.7).loss(model, now, batch, anchor).sum(), now["head"])[0]
-    torch.testing.assert_close(pulled - plain, 0.7 * (now["head"] - anchor["head"]).detach())
+    loss, (plain,) = Sgd().slopes(model, anchor)(now, batch)
+    more, (pulled,) = Prox(mu=0.7).slopes(model, anchor)(now, batch)
+    torch.testing.assert_close(pulled - plain, 0.7 * (now["head"] - anchor["head"]))
+    torch.testing.assert_close(more - loss, 0.35 * (now["head"] - anchor["head"]).square().sum()[None])

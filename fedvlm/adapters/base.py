@@ -38,12 +38,17 @@ class Adapter:
     private: tuple[str, ...] = ()  # names that never leave a client
 
     reads: ClassVar[str] = "embedding"  # the view of an image it needs; black boxes serve "embedding" only
+    transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
     watches: ClassVar[tuple[str, ...]] = ()  # what `diagnose` tells, one number a client
 
     def init(self, task: Task, seed: int) -> Params:
         return {}
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def transpose(self, task: Task, params: Params, x: Tensor, residual: Tensor) -> Params:
+        """The slope in the parameters of a loss whose slope in the logits is `residual`."""
         raise NotImplementedError
 
     def diagnose(self, task: Task, params: Params) -> Params:

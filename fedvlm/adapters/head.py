@@ -1,8 +1,9 @@
 """A linear classifier on frozen image embeddings: logits = scale · w h."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task, classifier
@@ -13,11 +14,16 @@ from fedvlm.core import Params, linear
 class Head(Adapter):
     init_from: Literal["text", "random"] = "text"  # where the classifier starts
 
+    transposes: ClassVar[bool] = True
+
     def init(self, task: Task, seed: int) -> Params:
         return {"head": classifier(task, self.init_from, seed)}
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * linear(x, params["head"])
+
+    def transpose(self, task: Task, params: Params, x: Tensor, residual: Tensor) -> Params:
+        return {"head": task.scale * torch.bmm(residual.mT, x)}
 
     def fold(self, task: Task, params: Params) -> Tensor | None:
         return task.scale * params["head"]

@@ -19,11 +19,12 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
     count = up["count"].numpy()
     with np.errstate(invalid="ignore", divide="ignore"):
         scores = {
-            view: (up[f"{view}.correct"].numpy() / count, up[f"{view}.loss"].numpy() / count)
+            view: tuple(up[f"{view}.{what}"].double().numpy() / count for what in ("correct", "loss"))
             for view in ("shared", "personal")
             if f"{view}.correct" in up
         }
-    scores.setdefault("personal", scores.get("shared"))
+    if "personal" not in scores:  # nothing is private: everybody's own model is the shared one
+        scores["personal"] = scores["shared"]
     unseen = np.isin(ids, federation.unseen)
     record: dict[str, Any] = {}
     for view, pick in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
@@ -31,15 +32,18 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
         if found is not None and pick.any():
             record[view] = summary(found[0][pick], found[1][pick])
     if len(ids) <= EACH:
-        record["clients"] = {
-            federation.names[i]: {
-                view: {s: number(acc[k, j]) for j, s in enumerate(SPLITS)}
-                for view, (acc, _) in scores.items()
-                if not (view == "personal" and unseen[k])
-            }
-            for k, i in enumerate(ids)
-        }
+        record["clients"] = one_by_one(scores, [federation.names[i] for i in ids], unseen)
     return record | headline(record)
+
+
+def one_by_one(scores: dict, names: list[str], unseen: np.ndarray) -> dict[str, Any]:
+    out: dict[str, Any] = {name: {} for name in names}
+    for view, (accuracy, _) in scores.items():
+        rows = [[None if v != v else v for v in row] for row in accuracy.round(6).tolist()]
+        for name, row, away in zip(names, rows, unseen, strict=True):
+            if not (away and view == "personal"):
+                out[name][view] = dict(zip(SPLITS, row, strict=True))
+    return out
 
 
 def summary(accuracy: np.ndarray, loss: np.ndarray) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedvlm.core import Batch, Data, Params
 
 Loss = Callable[[Params, Batch], Tensor]  # one number a client
+Slopes = Callable[[Params, Batch], tuple[Tensor, Sequence[Tensor]]]  # that, and its gradient in each parameter
 
 
 @dataclass(frozen=True)
@@ -35,21 +36,50 @@ class Pace:
         return float(self.lr * 0.5 * (1 + np.cos(np.pi * (data.round - 1) / data.rounds)))
 
 
-def descend(pace: Pace, params: Params, data: Data, loss: Loss) -> Tensor:
+@torch.no_grad()
+def descend(pace: Pace, params: Params, data: Data, slopes: Slopes) -> Tensor:
     """Trains `params` [clients, ...] in place for the round's epochs; the mean training loss of each client."""
     total = torch.zeros(len(data), dtype=data.x.dtype)
     steps = np.ceil(data.counts("train") / pace.batch) * pace.epochs
     if not params:
         return total
     walk, rate = Walk(pace, params), pace.rate(data)
+    active = 0
     for batch in data.batches(pace.batch, pace.epochs):
-        active = len(batch.y)
-        now = {k: v[:active].detach().requires_grad_() for k, v in params.items()}
-        each = loss(now, batch)
-        slopes = torch.autograd.grad(each.sum(), list(now.values()))
-        walk.step(active, slopes, rate)
-        total[:active] += each.detach()
+        if len(batch.y) != active:
+            active = len(batch.y)
+            now = {k: v[:active] for k, v in params.items()}
+        each, found = slopes(now, batch)
+        walk.step(active, found, rate)
+        total[:active] += each
     return total / torch.from_numpy(np.maximum(steps, 1)).to(total.dtype)
+
+
+def by_autograd(loss: Loss) -> Slopes:
+    """The slopes of any loss. Clients do not meet in it, so one backward pass serves them all."""
+
+    @torch.enable_grad()
+    def slopes(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
+        each = loss(leaves, batch)
+        return each.detach(), torch.autograd.grad(each, list(leaves.values()), torch.ones_like(each))
+
+    return slopes
+
+
+def tied(slopes: Slopes, anchor: Params, pull: float) -> Slopes:
+    """The same loss with + pull/2 ‖w − anchor‖², over the anchor's names."""
+
+    def more(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        each, found = slopes(now, batch)
+        if pull == 0 or not anchor:
+            return each, found
+        away = {k: v - anchor[k] for k, v in now.items() if k in anchor}
+        extra = torch.stack([a.square().flatten(1).sum(1) for a in away.values()]).sum(0)
+        pulled = [f + pull * away[k] if k in away else f for k, f in zip(now, found, strict=True)]
+        return each + pull / 2 * extra, pulled
+
+    return more
 
 
 class Walk:
@@ -62,7 +92,6 @@ class Walk:
         slots = {"sgd": 1 if pace.momentum else 0, "adam": 2, "adamw": 2}[pace.optimiser]
         self.slots = [[torch.zeros_like(v) for v in self.values] for _ in range(slots)]
 
-    @torch.no_grad()
     def step(self, active: int, slopes: Sequence[Tensor], rate: float) -> None:
         self.steps += 1
         values = [v[:active] for v in self.values]

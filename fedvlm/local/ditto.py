@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fedvlm.core import Data, Params, distance, lift, only
-from fedvlm.local.descent import descend
-from fedvlm.local.sgd import Model, Sgd
+from fedvlm.core import Data, Params, lift, only
+from fedvlm.local.descent import descend, tied
+from fedvlm.local.model import Model
+from fedvlm.local.sgd import Sgd
 
 COPY = "personal."
 STARTED = COPY + "started"
@@ -30,12 +31,7 @@ class Ditto(Sgd):
             return kept, up
         anchor = lift(down)
         copy = only(self.personal(own, anchor), down)
-
-        def tied(now: Params, batch):
-            held = {k: v[: len(batch.y)] for k, v in kept.items()}
-            return super(Ditto, self).loss(model, now | held, batch, anchor) + self.strength / 2 * distance(now, anchor)
-
-        descend(self, copy, data, tied)
+        descend(self, copy, data, tied(model.slopes(self.objective, held=kept), anchor, self.strength))
         return kept | {COPY + k: v for k, v in copy.items()} | {STARTED: torch.ones_like(own[STARTED])}, up
 
     def personal(self, own: Params, down: Params) -> Params:

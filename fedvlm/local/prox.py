@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from fedvlm.core import Batch, Params, distance
-from fedvlm.local.sgd import Model, Sgd
+from fedvlm.core import Params
+from fedvlm.local.descent import Slopes, tied
+from fedvlm.local.model import Model
+from fedvlm.local.sgd import Sgd
 
 
 @dataclass(frozen=True)
 class Prox(Sgd):
     mu: float = 0.01  # strength of the pull
 
-    def loss(self, model: Model, params: Params, batch: Batch, anchor: Params) -> Tensor:
-        loss = super().loss(model, params, batch, anchor)
-        return loss + self.mu / 2 * distance(params, anchor) if anchor else loss
+    def slopes(self, model: Model, anchor: Params) -> Slopes:
+        return tied(super().slopes(model, anchor), anchor, self.mu)
