@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import threading
@@ -49,6 +50,9 @@ def attempt(work: Callable[[], Any]) -> str:
         work()
     except FedvlmError as error:
         return str(error)
+    except Exception as error:  # a defect in one run does not take the others along
+        logging.getLogger("fedvlm").debug("a run failed", exc_info=True)
+        return f"{type(error).__name__}: {error} (a defect; `fedvlm run` it alone with --debug)"
     return ""
 
 

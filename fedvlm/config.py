@@ -159,6 +159,9 @@ def _check(config: Config, local: Sgd) -> None:
     for part, key, low in ((config, "rounds", 0), (config, "evaluate", 1), (local, "epochs", 1), (local, "batch", 1)):
         if getattr(part, key) < low:
             raise FedvlmError(f"{key}={getattr(part, key)} must be at least {low}")
+    for seed in (config.seed, *config.seeds):
+        if not 0 <= seed < 2**63:
+            raise FedvlmError(f"seed={seed} must be between 0 and 2^63 − 1")
     if local.lr <= 0:
         raise FedvlmError(f"lr={local.lr:g} must be above 0")
 

@@ -73,7 +73,8 @@ class Method:
         if step == "score":
             return own, self.score(own, down, data)
         if step == "diagnose":
-            return own, self.adapter.diagnose(self.task, self.local.personal(own, lift(down)))
+            told = self.adapter.diagnose(self.task, self.local.personal(own, lift(down)))
+            return own, {k: v.expand(len(data)) for k, v in told.items()}  # of a shared map there is one for all
         raise FedvlmError(f"unknown step '{step}'; a client answers {', '.join(STEPS)}")
 
     @torch.no_grad()

@@ -149,7 +149,8 @@ def test_a_vision_only_model(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     ViTModel(ViTConfig(**sizes, image_size=32, patch_size=16), add_pooling_layer=False).save_pretrained(tmp_path)
-    sidecar(tmp_path, 32)
+    own = {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(own | {"image_std": [0.5] * 3, "do_normalize": True}))
     backbone = load(str(tmp_path))
     found = backbone.images(pictures(3))
     assert found.shape == (3, backbone.dim) == (3, 32) and backbone.texts(["a cat"]) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,15 @@ def test_private_never_goes_up(method, data):
         assert set(up) == set(method.initial) | set(method.local.sends)
         assert not set(up) & set(method.newcomer)
         assert all(len(v) == len(ABLE) for v in up.values())
+
+
+def test_diagnoses_are_one_number_a_client(method, data):
+    """Also where what is diagnosed is shared, and there is one for all."""
+    bare = replace(method.adapter, private=())
+    for kind in (method, Method.build(bare, method.local, method.merge, method.task, 5)):
+        for chunk in (1, 6):
+            _, told = Cohort(Stacked(kind, data, chunk), ABLE, 1).ask("diagnose", kind.initial)
+            assert set(told) == set(kind.adapter.watches) and all(v.shape == (len(ABLE),) for v in told.values())
 
 
 def test_what_is_sent_down_stays_as_it_is(method, data):
