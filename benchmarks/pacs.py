@@ -49,7 +49,10 @@ def main() -> None:
     print("\nround chosen on validation")
     console.show(tables.summarise(runs, "selected", apart=False))
     print("\nlearning rates chosen on validation, by held-out domain")
-    console.rows(["method", *pool.source.domains], [[m, *(f"{r[d]:g}" for d in pool.source.domains)] for m, r in rates.items() if r])
+    console.rows(
+        ["method", *pool.source.domains],
+        [[m, *(f"{r[d]:g}" for d in pool.source.domains)] for m, r in rates.items() if r],
+    )
     diagnostics(runs)
     zero_shot(runs)
     if args.csv:
@@ -105,7 +108,10 @@ def zero_shot(runs: list[Run]) -> None:
         for name, views in info["result"]["last"]["clients"].items():
             found.setdefault(name, []).append(100 * views["shared"]["test"])
     print("\nzero-shot on the test splits against the model card")
-    console.rows(["domain", "here", "card"], [[d, f"{np.mean(v):.1f}", f"{CARD.get(d, float('nan')):.1f}"] for d, v in found.items()])
+    console.rows(
+        ["domain", "here", "card"],
+        [[d, f"{np.mean(v):.1f}", f"{CARD.get(d, float('nan')):.1f}"] for d, v in found.items()],
+    )
 
 
 if __name__ == "__main__":

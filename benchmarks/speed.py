@@ -142,8 +142,12 @@ def naive(pool, sample: int = 48) -> None:
     steps = sum(-(-n // 32) for n in federation.data.counts("train")[federation.seen])
     slow = a_step * steps + an_image * len(federation.data.x)
     fast = measure(method, federation)[0]
-    print(f"\nFedCLIP's round the naive way: {steps} steps × {a_step:.3f} + {len(federation.data.x)} images × {an_image:.4f}")
-    print(f"= {slow:.1f} CPU-seconds (from a sample of {len(images)} images); ours {fast:.3f}; ratio {slow / fast:.0f}×")
+    print(
+        f"\nFedCLIP's round the naive way: {steps} steps × {a_step:.3f} + {len(federation.data.x)} images × {an_image:.4f}"
+    )
+    print(
+        f"= {slow:.1f} CPU-seconds (from a sample of {len(images)} images); ours {fast:.3f}; ratio {slow / fast:.0f}×"
+    )
 
 
 def synthetic(clients: int, dim: int = 256, classes: int = 7, sizes=(6, 2, 2)) -> Federation:
@@ -165,7 +169,13 @@ def probe(name: str, clients: int, engine: str, count: int = 2) -> dict:
     chunk = {"serial": 1, "stacked": 0}[engine]
     whole, _, chunk = measure(method, federation, chunk, count)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"round": whole, "chunk": chunk, "peak": peak / 2**20, "before": before / 2**20, "floor": floor(method, federation, 10)}
+    return {
+        "round": whole,
+        "chunk": chunk,
+        "peak": peak / 2**20,
+        "before": before / 2**20,
+        "floor": floor(method, federation, 10),
+    }
 
 
 def apart(**what) -> dict:

@@ -2,70 +2,80 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedvlm.config import Setup
 from fedvlm.core import FedvlmError
 from fedvlm.data.federation import Pool
 from fedvlm.runs import Run
-from fedvlm.train import load_pool, train
+from fedvlm.train import Watch, load_pool, train
 
-Report = Callable[[int, dict[str, Any] | None, str], None]  # (run, its record or None when it ended, error or "")
+
+class Report(Protocol):
+    def __call__(self, i: int, record: dict[str, Any] | None, error: str) -> None:
+        """Run `i` did a round, or (record None) ended, with an error or without."""
+
 
 _queue: Any = None
 
 
 def run_all(jobs: list[tuple[Setup, Path]], pool: Pool, at_once: int, report: Report) -> list[Run]:
     """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end."""
-    at_once = at_once or len(os.sched_getaffinity(0))
+    if len(jobs) == 1:
+        (setup, folder), *_ = jobs
+        return [train(setup, pool, folder, lambda record: report(0, record, ""))]
     failed: list[str] = []
-    runs: dict[int, Run] = {}
 
-    def ended(i: int, error: str, folder: Path) -> None:
+    def ended(i: int, error: str) -> None:
         report(i, None, error)
         if error:
-            failed.append(f"{folder.name}: {error}")
-        else:
-            runs[i] = Run(folder)
+            failed.append(f"{jobs[i][1].name}: {error}")
 
-    if at_once == 1 or len(jobs) == 1:
+    at_once = at_once or len(os.sched_getaffinity(0))
+    if at_once == 1:
         for i, (setup, folder) in enumerate(jobs):
-            ended(i, attempt(lambda s=setup, f=folder, i=i: train(s, pool, f, lambda r: report(i, r, ""))), folder)
+            ended(i, attempt(setup, pool, folder, partial(report, i, error="")))
     else:
         _in_processes(jobs, at_once, report, ended)
     if failed:
         raise FedvlmError(f"{len(failed)} of {len(jobs)} runs failed:\n  " + "\n  ".join(failed[:10]))
-    return [runs[i] for i in range(len(jobs))]
+    return [Run(folder) for _, folder in jobs]
 
 
-def attempt(work: Callable[[], Any]) -> str:
+def attempt(setup: Setup, pool: Pool, folder: Path, watch: Watch) -> str:
+    """Trains; what went wrong, in words, or nothing."""
     try:
-        work()
+        train(setup, pool, folder, watch)
     except FedvlmError as error:
         return str(error)
     except Exception as error:  # a defect in one run does not take the others along
-        logging.getLogger("fedvlm").debug("a run failed", exc_info=True)
         return f"{type(error).__name__}: {error} (a defect; `fedvlm run` it alone with --debug)"
     return ""
 
 
-def _in_processes(jobs: list[tuple[Setup, Path]], at_once: int, report: Report, ended: Callable) -> None:
+def _in_processes(
+    jobs: list[tuple[Setup, Path]], at_once: int, report: Report, ended: Callable[[int, str], None]
+) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    listener = threading.Thread(target=lambda: [report(*m, "") for m in iter(queue.get, None)], daemon=True)
+
+    def listen() -> None:
+        for i, record in iter(queue.get, None):
+            report(i, record, "")
+
+    listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     with ProcessPoolExecutor(min(at_once, len(jobs)), context, _begin, (queue,)) as processes:
-        # the longest first would be best; the order given keeps a method's targets together for the reader
-        waiting = {processes.submit(_one, i, s, f): (i, f) for i, (s, f) in enumerate(jobs)}
+        waiting = {processes.submit(_one, i, setup, folder): i for i, (setup, folder) in enumerate(jobs)}
         for done in as_completed(waiting):
-            ended(waiting[done][0], done.result(), waiting[done][1])
+            ended(waiting[done], done.result())
     queue.put(None)
     listener.join()
 
@@ -77,6 +87,4 @@ def _begin(queue: Any) -> None:
 
 def _one(i: int, setup: Setup, folder: Path) -> str:
     c = setup.config
-    return attempt(
-        lambda: train(setup, load_pool(c.data, c.backbone, c.template, c.broken), folder, lambda r: _queue.put((i, r)))
-    )
+    return attempt(setup, load_pool(c.data, c.backbone, c.template, c.broken), folder, lambda r: _queue.put((i, r)))

@@ -53,20 +53,54 @@ def _parser() -> argparse.ArgumentParser:
     pairs = ("pairs", {"nargs": "*", "metavar": "key=value"})
     runs = ("runs", {"nargs": "+", "metavar": "RUN"})
     csv = ("--csv", {"metavar": "FILE", "help": "also write the table as CSV"})
-    client = ("--client", {"default": "", "metavar": "NAME", "help": "that client's own model (default: the shared one)"})
-    select = ("--select", {"choices": ("last", "selected"), "default": "last", "help": "last round, or chosen on validation"})
+    client = (
+        "--client",
+        {"default": "", "metavar": "NAME", "help": "that client's own model (default: the shared one)"},
+    )
+    select = (
+        "--select",
+        {"choices": ("last", "selected"), "default": "last", "help": "last round, or chosen on validation"},
+    )
     latex = ("--latex", {"metavar": "FILE", "help": "also write the table as LaTeX"})
     command("demo", demo, "four methods on real images, from nothing, in about a minute", pairs, csv)
     command(
         "run", run, "run one method", ("method", {"metavar": "METHOD"}), pairs, csv,
         ("--dry", {"action": "store_true", "help": "show clients, classes, bytes; train nothing"}),
     )  # fmt: skip
-    command("bench", bench, "run several methods alike and compare", ("words", {"nargs": "+", "metavar": "METHOD|key=value"}), csv, latex)
+    command(
+        "bench",
+        bench,
+        "run several methods alike and compare",
+        ("words", {"nargs": "+", "metavar": "METHOD|key=value"}),
+        csv,
+        latex,
+    )
     command("compare", compare, "a table from run folders", runs, csv, latex, select)
-    command("report", report, "one static page from run folders", runs, ("--out", {"default": "report.html", "metavar": "FILE"}))
+    command(
+        "report",
+        report,
+        "one static page from run folders",
+        runs,
+        ("--out", {"default": "report.html", "metavar": "FILE"}),
+    )
     command("resume", resume, "go on with runs that were stopped", runs)
-    command("predict", predict, "classify images", ("run", {"metavar": "RUN"}), ("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"}), client, csv)
-    command("export", export, "a folder to deploy from", ("run", {"metavar": "RUN"}), ("--out", {"required": True, "metavar": "FOLDER"}), client)
+    command(
+        "predict",
+        predict,
+        "classify images",
+        ("run", {"metavar": "RUN"}),
+        ("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"}),
+        client,
+        csv,
+    )
+    command(
+        "export",
+        export,
+        "a folder to deploy from",
+        ("run", {"metavar": "RUN"}),
+        ("--out", {"required": True, "metavar": "FOLDER"}),
+        client,
+    )
     command("ls", ls, "what there is", ("what", {"choices": ("methods", "adapters", "local", "merges", "data")}))
     command("show", show, "a method, resolved, with every key", ("method", {"metavar": "METHOD"}), pairs)
     command(
@@ -88,9 +122,7 @@ def _pool(setup):
 
     c = setup.config
     with console.progress("encoding images") as update:
-        pool = train.load_pool(
-            c.data, c.backbone, c.template, c.broken, lambda done, total: update(done, total=total)
-        )
+        pool = train.load_pool(c.data, c.backbone, c.template, c.broken, lambda done, total: update(done, total=total))
     for name, why in list(pool.skipped.items())[:10]:
         console.err.print(f"left out: {name}: {why}", style="yellow")
     if len(pool.skipped) > 10:
@@ -142,7 +174,9 @@ def _go(jobs: list, pool, at_once: int) -> list:
 
     known = [f for _, f in jobs if (f / "run.json").exists() and Run(f).done]
     if known:
-        text = f"{known[0]} is already there" if len(jobs) == 1 else f"{len(known)} of {len(jobs)} runs are already there"
+        text = (
+            f"{known[0]} is already there" if len(jobs) == 1 else f"{len(known)} of {len(jobs)} runs are already there"
+        )
         console.out.print(f"{text}: recognised, not repeated", style="dim")
     sizes = [1 + s.config.rounds for s, _ in jobs]
     done = [0] * len(jobs)
@@ -273,7 +307,9 @@ def ls(args: argparse.Namespace) -> None:
         for plan in map(recipe, recipes()):
             rows.append([plan.name, f"{plan.adapter} × {plan.local} × {plan.merge}", *_wire(plan.name), plan.paper])
         console.rows(["method", "adapter × local × merge", "private", "KB up/client", "paper"], rows)
-        console.out.print("bytes for 10 classes and 512 dimensions; `fedvlm show METHOD` says what it does", style="dim")
+        console.out.print(
+            "bytes for 10 classes and 512 dimensions; `fedvlm show METHOD` says what it does", style="dim"
+        )
     elif args.what == "data":
         from fedvlm.data.source import open_source
 
@@ -305,7 +341,10 @@ def _wire(name: str) -> list[str]:
     setup = resolve(name, {})
     task = Task(tuple(map(str, range(10))), torch.zeros(10, 512), 512, 100.0)
     method = Method.build(setup.adapter, setup.local, setup.merge, task)
-    return [", ".join(method.newcomer) or "–", f"{(nbytes(method.initial) + 4 * len(setup.local.sends) * method.trains) / 1e3:.3g}"]
+    return [
+        ", ".join(method.newcomer) or "–",
+        f"{(nbytes(method.initial) + 4 * len(setup.local.sends) * method.trains) / 1e3:.3g}",
+    ]
 
 
 def show(args: argparse.Namespace) -> None:
@@ -324,7 +363,15 @@ def show(args: argparse.Namespace) -> None:
         for f in fields(kind):
             value = getattr(part, f.name)
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            home = "command line" if f.name in given else "validation" if f.name in tuned else "recipe" if f.name in plan.settings else ""
+            home = (
+                "command line"
+                if f.name in given
+                else "validation"
+                if f.name in tuned
+                else "recipe"
+                if f.name in plan.settings
+                else ""
+            )
             lines.append([f"  {f.name}", text, home])
     console.rows(["key", "value", "from"], lines)
     for name, numbers in plan.published.items():
@@ -342,7 +389,12 @@ def cache(args: argparse.Namespace) -> None:
         for name in store.prune(args.older, args.views):
             console.out.print(f"removed {name}")
     lines = [
-        [e["view"], str(e["segments"]), f"{e['bytes'] / 1e6:.1f} MB", time.strftime("%Y-%m-%d", time.localtime(e["used"]))]
+        [
+            e["view"],
+            str(e["segments"]),
+            f"{e['bytes'] / 1e6:.1f} MB",
+            time.strftime("%Y-%m-%d", time.localtime(e["used"])),
+        ]
         for e in store.listing()
     ]
     console.rows(["view", "segments", "size", "last written"], lines)
@@ -368,7 +420,14 @@ def encode_server(args: argparse.Namespace) -> None:
     from fedvlm.config import coerce, pairs
     from fedvlm.errors import nearest
 
-    kinds: dict[str, type] = {"backbone": str, "host": str, "port": int, "texts": bool, "limit_images": int, "limit_bytes": int}
+    kinds: dict[str, type] = {
+        "backbone": str,
+        "host": str,
+        "port": int,
+        "texts": bool,
+        "limit_images": int,
+        "limit_bytes": int,
+    }
     given = {"backbone": "mini-clip", "port": "8801"} | pairs(args.pairs)
     for key in given:
         if key not in kinds:

@@ -132,10 +132,9 @@ def resolve(method: str, given: dict[str, Any]) -> Setup:
             for home in homes:
                 name = key.rpartition(".")[2]
                 values[home][name] = coerce(key, value, typing.get_type_hints(classes[home])[name])
-    made = {k: cls(**values[k]) for k, cls in classes.items()}
-    config = made.pop("config")
-    _check(config, made["local"])
-    return Setup(plan, config, **made, chosen=kinds, given=dict(given))  # type: ignore[arg-type]
+    made: dict[str, Any] = {k: cls(**values[k]) for k, cls in classes.items()}
+    _check(made["config"], made["local"])
+    return Setup(plan, **made, chosen=kinds, given=dict(given))
 
 
 def _keys(cls: type) -> list[str]:

@@ -29,7 +29,12 @@ class Update(Protocol):
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Update]:
     if out.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[words]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
         with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as bar:
             task = bar.add_task(title, total=total, words="")
 

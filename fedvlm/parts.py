@@ -8,6 +8,7 @@ import pkgutil
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from fedvlm.core import FedvlmError
 from fedvlm.errors import nearest
@@ -28,12 +29,14 @@ def find(axis: str, name: str) -> type:
     elif name in names(axis):
         module = importlib.import_module(f"{AXES[axis]}.{name}")
     else:
-        raise FedvlmError(f"{axis}={name}: no such {axis}; {nearest(name, names(axis))} (a file of your own: {axis}=path.py)")
+        raise FedvlmError(
+            f"{axis}={name}: no such {axis}; {nearest(name, names(axis))} (a file of your own: {axis}=path.py)"
+        )
     own = [v for v in vars(module).values() if is_dataclass(v) and v.__module__ == module.__name__]
     parts = [v for v in own if hasattr(v, {"adapter": "logits", "local": "train", "merge": "round"}[axis])]
     if len(parts) != 1:
         raise FedvlmError(f"{axis}={name}: the file must define exactly one {axis} dataclass, and defines {len(parts)}")
-    return parts[0]
+    return cast(type, parts[0])
 
 
 def _from_file(axis: str, path: Path) -> ModuleType:

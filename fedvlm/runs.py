@@ -59,7 +59,12 @@ class Run:
             return run
         if folder.exists() and any(p.name not in ("log.txt", ".lock") for p in folder.iterdir()):
             raise FedvlmError(f"{folder} is not empty and holds no run; choose another out=")
-        run.write("run.json", json.dumps(_describe(setup, pool, mark) | {"clients": list(homes or {}), "homes": homes or {}}, indent=1).encode())
+        run.write(
+            "run.json",
+            json.dumps(
+                _describe(setup, pool, mark) | {"clients": list(homes or {}), "homes": homes or {}}, indent=1
+            ).encode(),
+        )
         return run
 
     @property
@@ -69,7 +74,9 @@ class Run:
         except FileNotFoundError:
             raise FedvlmError(f"{self.folder} is not a run: it holds no run.json") from None
         except ValueError as error:
-            raise FedvlmError(f"{self.folder / 'run.json'} is damaged ({error}); start the run anew elsewhere") from error
+            raise FedvlmError(
+                f"{self.folder / 'run.json'} is damaged ({error}); start the run anew elsewhere"
+            ) from error
 
     @property
     def done(self) -> bool:

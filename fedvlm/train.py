@@ -46,7 +46,9 @@ def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
     federation = federate(pool, setup.config, setup.config.seed)
     method = Method.build(setup.adapter, setup.local, setup.merge, pool.task, setup.config.seed)
     if federation.pooled and method.newcomer:
-        raise FedvlmError("partition=pooled has no clients, so nothing can be private; choose an adapter that shares all")
+        raise FedvlmError(
+            "partition=pooled has no clients, so nothing can be private; choose an adapter that shares all"
+        )
     return method, federation
 
 
@@ -213,4 +215,3 @@ def place(setup: Setup, pool: Pool) -> Path:
     """Where a run's folder goes when it has no name of its own."""
     root = Path(setup.config.out) if setup.config.out else runs.default_out()
     return root / runs.folder_name(setup, pool)
-

@@ -92,7 +92,9 @@ def from_run(run: Run, client: str = "") -> Predictor:
     if client and client not in names:
         raise FedvlmError(f"--client {client}: no such client in this run; {nearest(client, names)}")
     if not client and not method.generalises:
-        raise FedvlmError(f"this run shares nothing, so there is no model for a newcomer; give --client, one of {', '.join(names)}")
+        raise FedvlmError(
+            f"this run shares nothing, so there is no model for a newcomer; give --client, one of {', '.join(names)}"
+        )
     own = lift(state.private)
     if client:
         own = private_row(run, method, names, client, round) or own

@@ -41,7 +41,9 @@ def test_switching_a_part_keeps_what_the_new_one_knows_and_another_method_keeps_
     assert resolve("fedot-b", {"adapter": "head", "settings": "paper"}).chosen["adapter"] == "head"  # blocks= fell away
 
 
-@pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("no", False), ("1", True), ("0", False)])
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("False", False), ("no", False), ("1", True), ("0", False)]
+)
 def test_false_means_false(word, value):
     assert resolve("fedavg", {"cosine": word}).merge.cosine is value
 

@@ -105,7 +105,11 @@ def test_what_is_sent_down_stays_as_it_is(method, data):
 def test_neighbours_do_not_matter(method, data):
     """Padded is ragged: a client gets the same beside larger ones as alone."""
     engine = Stacked(method, data, 6)
-    together = {int(i): {k: v[n] for k, v in up.items()} for ids, up in engine.run("train", ABLE, method.initial, 1, 0) for n, i in enumerate(ids)}
+    together = {
+        int(i): {k: v[n] for k, v in up.items()}
+        for ids, up in engine.run("train", ABLE, method.initial, 1, 0)
+        for n, i in enumerate(ids)
+    }
     for i in ABLE:
         alone = Stacked(method, data, 1)
         ((_, up),) = alone.run("train", np.array([i]), method.initial, 1, 0)

@@ -52,7 +52,9 @@ def test_fedclip_has_525312_parameters_at_512():
 def test_cayley_is_torchs():
     x = torch.randn(3, 1, 8, 8)
     for client in x:
-        layer = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8, bias=False), orthogonal_map="cayley", use_trivialization=False)
+        layer = nn.utils.parametrizations.orthogonal(
+            nn.Linear(8, 8, bias=False), orthogonal_map="cayley", use_trivialization=False
+        )
         raw = layer.parametrizations.weight.original
         skew = (client[0] - client[0].T) / 2
         raw.data.copy_(skew.tril(-1))  # torch builds A − Aᵀ from the lower triangle and solves (I + A/2)(I − A/2)⁻¹
@@ -145,7 +147,10 @@ def test_g_p_c_by_hand():
         for j, n in enumerate(names):
             if i != j:
                 clients[n]["personal"] = {"test": a[i, j]}
-        return {"config": {"seed": seed, "unseen": [names[i]]}, "result": {"unseen": [names[i]], "last": {"clients": clients}}}
+        return {
+            "config": {"seed": seed, "unseen": [names[i]]},
+            "result": {"unseen": [names[i]], "last": {"clients": clients}},
+        }
 
     infos = [info(0, 1), info(1, 1), info(2, 1), info(0, 2)]
     (got,) = by_seed(infos).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -31,13 +32,18 @@ def make(adapter=None, local=None, merge=None):
 @pytest.mark.parametrize("adapter", ["head", "attention", "rotation", "linear", "mlp"])
 def test_prox_without_pull_is_sgd(adapter):
     data = random_data(random_task())
-    close(play(build(adapter, "prox", "mean", mu=0.0), data, 6)[0].shared, play(build(adapter, "sgd", "mean"), data, 6)[0].shared)
+    close(
+        play(build(adapter, "prox", "mean", mu=0.0), data, 6)[0].shared,
+        play(build(adapter, "sgd", "mean"), data, 6)[0].shared,
+    )
 
 
 @pytest.mark.parametrize("adapter", ["head", "attention", "rotation"])
 def test_ditto_shares_what_sgd_shares(adapter):
     data = random_data(random_task())
-    close(play(build(adapter, "ditto", "mean"), data, 6)[0].shared, play(build(adapter, "sgd", "mean"), data, 6)[0].shared)
+    close(
+        play(build(adapter, "ditto", "mean"), data, 6)[0].shared, play(build(adapter, "sgd", "mean"), data, 6)[0].shared
+    )
 
 
 def test_ditto_untied_is_training_alone():
@@ -70,7 +76,9 @@ def test_one_block_is_dense_and_many_are_blocks():
 def test_equal_sizes_make_size_and_uniform_alike():
     data = random_data(random_task(), sizes=((12, 2, 2),) * 4)
     ids = np.arange(4)
-    close(play(make(), data, 4, ids=ids)[0].shared, play(make(merge=Mean(weights="uniform")), data, 4, ids=ids)[0].shared)
+    close(
+        play(make(), data, 4, ids=ids)[0].shared, play(make(merge=Mean(weights="uniform")), data, 4, ids=ids)[0].shared
+    )
 
 
 def test_unequal_sizes_do_not():
@@ -129,7 +137,7 @@ def test_cosine_schedule_reaches_zero():
     data = random_data(task)
     rule = Sgd(lr=0.1, schedule="cosine")
     rates = [rule.rate(replace(data, round=r, rounds=10)) for r in range(1, 11)]
-    assert rates[0] == pytest.approx(0.1) and all(a > b for a, b in zip(rates, rates[1:], strict=False)) and rates[-1] < 0.003
+    assert rates[0] == pytest.approx(0.1) and all(a > b for a, b in itertools.pairwise(rates)) and rates[-1] < 0.003
 
 
 def test_local_only_is_each_client_by_itself():

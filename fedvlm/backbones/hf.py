@@ -58,7 +58,7 @@ def clip_processor(where: str | Path):
     try:
         from transformers import CLIPImageProcessorPil as Processor
     except ImportError:
-        from transformers import CLIPImageProcessor as Processor
+        from transformers import CLIPImageProcessor as Processor  # type: ignore[assignment]
     return Processor.from_pretrained(where)
 
 

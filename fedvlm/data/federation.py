@@ -71,7 +71,9 @@ class Federation:
         return np.array([i for i in range(len(self.names)) if i not in self.unseen and has[i]], np.int64)
 
 
-def pool(source: Source, backbone: Backbone, template: str, broken: str = "skip", progress: Progress | None = None) -> Pool:
+def pool(
+    source: Source, backbone: Backbone, template: str, broken: str = "skip", progress: Progress | None = None
+) -> Pool:
     x, keys, skipped = features(source, backbone, broken, progress)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
     source = replace(source, items=tuple(source.items[k] for k in good))
@@ -110,7 +112,9 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
-            raise FedvlmError(f"unseen={wanted}: no such domain or client; {nearest(wanted, [*dict.fromkeys(homes), *names])}")
+            raise FedvlmError(
+                f"unseen={wanted}: no such domain or client; {nearest(wanted, [*dict.fromkeys(homes), *names])}"
+            )
     federation = Federation(tuple(names), tuple(homes), data, pool.task, unseen, order)
     if not len(federation.seen):
         raise FedvlmError("nobody is left to train: every client is held out or has no training image")
@@ -123,10 +127,17 @@ def _together(federation: Federation) -> Federation:
     rows = torch.cat([torch.arange(*d.bounds[i, :2].tolist()) for i in federation.seen])
     end = len(d.x) + len(rows)
     bounds = np.concatenate([d.bounds, [[len(d.x), end, end, end]]])
-    data = replace(d, x=torch.cat([d.x, d.x[rows]]), y=torch.cat([d.y, d.y[rows]]), bounds=bounds, ids=np.arange(len(bounds)))
+    data = replace(
+        d, x=torch.cat([d.x, d.x[rows]]), y=torch.cat([d.y, d.y[rows]]), bounds=bounds, ids=np.arange(len(bounds))
+    )
     items = np.concatenate([federation.items, federation.items[rows.numpy()]])
     return replace(
-        federation, names=(*federation.names, "pool"), domains=(*federation.domains, "pool"), data=data, items=items, pooled=True
+        federation,
+        names=(*federation.names, "pool"),
+        domains=(*federation.domains, "pool"),
+        data=data,
+        items=items,
+        pooled=True,
     )
 
 
@@ -138,7 +149,9 @@ def _hold(
     has_domains = known != [ALONE]
     kind = layout.partition if layout.partition != "auto" else ("domain" if has_domains else "dirichlet")
     if kind in ("domain", "domain-dirichlet") and not has_domains:
-        raise FedvlmError(f"partition={kind} needs domain/class/image, and this data has no domains; use partition=dirichlet")
+        raise FedvlmError(
+            f"partition={kind} needs domain/class/image, and this data has no domains; use partition=dirichlet"
+        )
     if layout.clients < 1:
         raise FedvlmError(f"clients={layout.clients} must be at least 1")
     place = np.array([known.index(d) for d in domains])

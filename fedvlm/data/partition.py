@@ -41,9 +41,9 @@ def split(
             counts[counts.argmax()] -= 1
             counts[0] = 1
         order = numpy_generator(seed, 11, number).permutation(len(units))
-        for part, members in enumerate(np.split(order, np.cumsum(counts)[:-1])):
-            for u in members:
-                of[units[u]] = part
+        for part, chosen in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+            for unit in chosen:
+                of[units[unit]] = part
     return of
 
 

@@ -64,7 +64,9 @@ def open_source(name: str) -> Source:
         return _collect("emoji", EMOJI, _names_in_zip(EMOJI), grouped=True)
     root = Path(name).expanduser()
     if not root.exists():
-        raise FedvlmError(f"data={name}: no such folder; give a folder of domain/class/image or class/image, or data=emoji")
+        raise FedvlmError(
+            f"data={name}: no such folder; give a folder of domain/class/image or class/image, or data=emoji"
+        )
     if root.is_file():
         if not zipfile.is_zipfile(root):
             raise FedvlmError(f"data={name} is neither a folder nor a zip file")

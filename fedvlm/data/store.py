@@ -25,6 +25,7 @@ from torch import Tensor
 from fedvlm.backbones.base import Backbone
 from fedvlm.core import FedvlmError
 from fedvlm.data.source import Source, decode, digest
+from fedvlm.errors import nearest
 
 BATCH = 64
 SEGMENT = 2048  # rows: a crash loses at most this many
@@ -54,7 +55,10 @@ class View:
         return np.dtype([("key", "V16"), ("check", "<u4"), ("row", "<f4", (self.dim,))])
 
     def _map(self, path: Path) -> None:
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # pruned by another process since it was listed
+            return
         if size == 0 or size % self.kind.itemsize:
             self.broken += 1
             path.unlink(missing_ok=True)  # cut short: it never was a whole segment
@@ -68,7 +72,7 @@ class View:
             return None
         table, i = found
         row = np.asarray(table["row"][i])
-        if zlib.crc32(row, zlib.crc32(key)) != table["check"][i]:
+        if checksum(key, row) != table["check"][i]:
             self.broken += 1
             del self.index[key]
             return None
@@ -78,7 +82,7 @@ class View:
         table = np.zeros(len(keys), self.kind)
         table["key"] = np.array([np.void(k) for k in keys], dtype="V16")
         table["row"] = rows
-        table["check"] = [zlib.crc32(np.ascontiguousarray(r), zlib.crc32(k)) for k, r in zip(keys, table["row"], strict=True)]
+        table["check"] = [checksum(k, r) for k, r in zip(keys, table["row"], strict=True)]
         path = self.folder / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.rows"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -92,6 +96,10 @@ class View:
                 "(`fedvlm cache --prune`) or set FEDVLM_CACHE to another folder"
             ) from error
         self._map(path)
+
+
+def checksum(key: bytes, row: np.ndarray) -> int:
+    return zlib.crc32(row.tobytes(), zlib.crc32(key))
 
 
 def open_view(backbone: Backbone, view: str = "embedding") -> View:
@@ -200,9 +208,11 @@ def listing() -> Iterator[dict]:
 
 def prune(older_than_days: float = 0.0, names: Iterable[str] = ()) -> list[str]:
     """Removes views not written for that long (or just those named); leftovers of crashes go in any case."""
-    gone = []
-    wanted = set(names)
-    for entry in list(listing()):
+    gone: list[str] = []
+    wanted, known = set(names), list(listing())
+    for name in wanted - {e["view"] for e in known}:
+        raise FedvlmError(f"the feature store has no view {name}; {nearest(name, [e['view'] for e in known])}")
+    for entry in known:
         folder = home() / "features" / entry["view"]
         for part in folder.glob("*.part"):
             if time.time() - part.stat().st_mtime > 3600:

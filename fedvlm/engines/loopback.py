@@ -192,7 +192,7 @@ def gather(workers: dict[int, Worker], ticket: int, deadline: float) -> dict[int
         for i, worker in workers.items():
             ready.register(worker.stdin, selectors.EVENT_WRITE, i)
             ready.register(worker.stdout, selectors.EVENT_READ, i)
-        open_ends = {i: 2 for i in workers}
+        open_ends = dict.fromkeys(workers, 2)
         while len(replies) < len(workers) and any(open_ends[i] for i in workers if i not in replies):
             left = deadline - time.monotonic()
             if left <= 0:

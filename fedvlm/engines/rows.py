@@ -32,7 +32,8 @@ class Rows:
         if path and path.stat().st_size not in (0, size):
             raise FedvlmError(f"{path} holds rows of another shape; it belongs to another run")
         file.truncate(size)  # sparse: a slot nobody wrote takes no space; a new stamp reads 0, "never"
-        self.table = np.memmap(file, kind, "r+", shape=(clients,)) if size else np.zeros(0, kind)
+        self.map = mmap.mmap(file.fileno(), size)
+        self.table: np.ndarray = np.frombuffer(self.map, kind)
         self.touched = 0
 
     def read(self, ids: np.ndarray, upto: int) -> Params:
@@ -61,8 +62,7 @@ class Rows:
         self._release(packed.nbytes)
 
     def flush(self) -> None:
-        if isinstance(self.table, np.memmap):
-            self.table.flush()
+        self.map.flush()
 
     def _pack(self, rows: Params) -> np.ndarray:
         if not self.names:
@@ -71,11 +71,11 @@ class Rows:
 
     def _unpack(self, rows: np.ndarray) -> Params:
         flat = torch.from_numpy(rows)
-        parts = flat.split([s.numel() for s in self.shapes.values()], dim=1)
+        parts = torch.split(flat, [s.numel() for s in self.shapes.values()], dim=1)
         return {k: p.reshape(len(rows), *self.shapes[k]).contiguous() for k, p in zip(self.names, parts, strict=True)}
 
     def _release(self, nbytes: int) -> None:
         self.touched += nbytes
-        if self.touched > RELEASE and isinstance(self.table, np.memmap):
-            self.table._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        if self.touched > RELEASE:
+            self.map.madvise(mmap.MADV_DONTNEED)
             self.touched = 0

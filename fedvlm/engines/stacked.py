@@ -39,7 +39,7 @@ class Stacked:
             part = ids[first : first + self.chunk]
             own = self.rows.read(part, round if exchange or step != "train" else round - 1)
             own, up = self.method.play(step, own, down, self.at(part, round))
-            good = finite(own | up)
+            good = finite(own | up, len(part))
             if not good.all():
                 names = ", ".join(str(i) for i in part[~good])
                 self.warn(f"round {round}: client {names} diverged (its {step} reply is not finite) and is left out")
@@ -59,10 +59,12 @@ class Stacked:
         self.rows.flush()
 
 
-def finite(rows: Params) -> np.ndarray:
+def finite(rows: Params, clients: int) -> np.ndarray:
     """Which clients' tensors hold only numbers: a sum is not finite if any of its terms is not."""
-    checks = [v.reshape(len(v), -1).sum(1).isfinite() for v in rows.values() if v.is_floating_point()]
-    return torch.stack(checks).all(0).numpy()
+    good = torch.ones(clients, dtype=torch.bool)
+    for v in rows.values():
+        good &= v.reshape(clients, -1).sum(1).isfinite()
+    return good.numpy()
 
 
 def stack(method: Method) -> int:

@@ -56,7 +56,11 @@ def by_seed(infos: list[dict[str, Any]], select: str = "last") -> dict[int, dict
     for info in infos:
         seeds[info["config"]["seed"]][target(info)] = info
     targets = {target(i) for i in infos}
-    return {s: summary([row(i, select) for i in runs.values()]) for s, runs in sorted(seeds.items()) if runs.keys() == targets}
+    return {
+        s: summary([row(i, select) for i in runs.values()])
+        for s, runs in sorted(seeds.items())
+        if runs.keys() == targets
+    }
 
 
 def partial(infos: list[dict[str, Any]]) -> list[int]:

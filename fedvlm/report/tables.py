@@ -97,7 +97,9 @@ def grouped(runs: list[Run], apart: bool = True) -> dict[str, list[dict[str, Any
 def settings(info: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs different methods: all but the seed, the target and where it ran."""
     config = info["config"]
-    flat = {k: v for k, v in config.items() if k not in (*LOOSE, "method", "seed", "unseen", "engine", "chunk", "threads")}
+    flat = {
+        k: v for k, v in config.items() if k not in (*LOOSE, "method", "seed", "unseen", "engine", "chunk", "threads")
+    }
     for axis in ("adapter", "local", "merge"):
         (name, fields), *_ = flat.pop(axis).items()
         flat |= {axis: name, **fields}
@@ -105,7 +107,13 @@ def settings(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def paper_numbers(info: dict[str, Any]) -> dict[str, Any]:
@@ -159,12 +167,25 @@ def against(table: Table, base: str = "zero-shot") -> list[str]:
             continue
         error = float(gains.std(ddof=1) / len(common) ** 0.5)
         verdict = "beats" if gain > 2 * error else "does NOT beat"
-        out.append(f"{name} {verdict} {base} by more than two standard errors (C {gain:+.1f} ± {error:.1f}, {len(common)} seeds)")
+        out.append(
+            f"{name} {verdict} {base} by more than two standard errors (C {gain:+.1f} ± {error:.1f}, {len(common)} seeds)"
+        )
     return out
 
 
 def write_csv(table: Table, path: Path) -> None:
-    names = ["method", *METRICS, *(f"{m}_std" for m in METRICS), "seeds", "runs", "up_mb", "down_mb", "shared", "private", "seconds"]
+    names = [
+        "method",
+        *METRICS,
+        *(f"{m}_std" for m in METRICS),
+        "seeds",
+        "runs",
+        "up_mb",
+        "down_mb",
+        "shared",
+        "private",
+        "seconds",
+    ]
     names += [f"paper_{m}" for m in METRICS if any(f"paper_{m}" in v for v in table.values)]
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, names, extrasaction="ignore")

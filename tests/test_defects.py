@@ -1,0 +1,110 @@
+"""Mistakes found in public code for federated learning, each kept out by a test (see also the contract and reductions)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_data, random_task
+from test_contract import ABLE, build
+from test_engines import run
+
+from fedvlm.core import Cohort, State
+from fedvlm.engines.stacked import Stacked
+from fedvlm.evaluate.views import selection
+from fedvlm.train import result
+
+
+def test_the_mean_is_a_mean_and_not_the_last_reply(double):
+    method, data = build("head", "sgd", "mean"), random_data(random_task())
+    _, up = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", method.initial)
+    state = method.round(method.init(6), Cohort(Stacked(method, data, 6), ABLE, 1))
+    sizes = torch.tensor([30.0, 8.0, 20.0, 1.0, 13.0])
+    torch.testing.assert_close(state.shared["head"], torch.einsum("k,kcd->cd", sizes / sizes.sum(), up["head"]))
+    assert (state.shared["head"] - up["head"][-1]).abs().max() > 1e-3
+
+
+def test_only_training_rows_are_trained_on(double):
+    """Every row outside the training split is made poison: training must not notice."""
+    method, data = build("head", "sgd", "mean"), random_data(random_task())
+    clean = method.round(method.init(6), Cohort(Stacked(method, data, 6), ABLE, 1))
+    x = data.x.clone()
+    for _, train, _, high in data.bounds:
+        x[train:high] = float("nan")
+    poisoned = method.round(method.init(6), Cohort(Stacked(method, replace(data, x=x), 6), ABLE, 1))
+    assert torch.equal(clean.shared["head"], poisoned.shared["head"])
+
+
+def test_every_training_row_is_seen_once_an_epoch(double):
+    data = random_data(random_task())
+    order = np.argsort(-data.counts("train"), kind="stable")
+    part = Stacked(build("head", "sgd", "mean"), data, 6).at(order, 1)
+    marked = replace(part, x=torch.arange(len(data.x)).double()[:, None])
+    seen = [[] for _ in order]
+    for batch in marked.batches(4, epochs=3):
+        for k in range(len(batch.y)):
+            seen[k] += batch.x[k, batch.weight[k] > 0, 0].tolist()
+    for k, i in enumerate(order):
+        low, high = data.bounds[i, :2]
+        assert sorted(seen[k]) == sorted(list(range(low, high)) * 3)
+
+
+def test_the_headline_is_never_the_best_test_round(images, tmp_path):
+    run_ = run(images, tmp_path / "run", rounds=6, lr=0.3)
+    found, records = run_.info["result"], run_.rounds()
+    assert found["last"]["round"] == 6
+    best = max(records, key=selection)
+    assert found["selected"]["round"] == best["round"]
+
+
+def test_selection_looks_at_validation_of_training_clients_only():
+    record = {
+        "shared": {"val": 0.2, "test": 0.9},
+        "personal": {"val": 0.4, "test": 0.9},
+        "newcomer": {"val": 1.0, "test": 1.0},
+    }
+    assert selection(record) == pytest.approx(0.3)
+    better_on_test = record | {"personal": {"val": 0.3, "test": 1.0}}
+    assert selection(better_on_test) < selection(record)
+
+
+def test_the_selected_round_follows_validation_even_against_test(double):
+    method = build("head", "sgd", "mean")
+
+    def record(round, val, test):
+        return {"round": round, "personal": {"val": val, "test": test}, "bytes_up": 0, "bytes_down": 0, "seconds": 0.0}
+
+    class Nobody:
+        unseen, names = (), ()
+
+    found = result(method, Nobody, [record(0, 0.1, 0.9), record(1, 0.8, 0.2), record(2, 0.5, 0.5)])
+    assert found["selected"]["round"] == 1 and found["last"]["round"] == 2
+
+
+def test_the_server_holds_no_private_row(double):
+    method, data = build("rotation", "sgd", "mean"), random_data(random_task())
+    engine = Stacked(method, data, 6)
+    state = method.init(6)
+    for round in (1, 2):
+        state = method.round(state, Cohort(engine, ABLE, round))
+    assert isinstance(state, State) and set(state.shared) == {"head"} and not state.server
+    assert torch.equal(state.private["skew"], torch.zeros_like(state.private["skew"]))
+    assert engine.rows.read(ABLE, 2)["skew"].abs().max() > 0
+
+
+def test_frozen_work_is_done_once(images, tmp_path, monkeypatch):
+    """A second run, in a process that has forgotten the first, encodes no image and no text."""
+    from fedvlm import train
+    from fedvlm.backbones.hf import Clip
+
+    run(images, tmp_path / "first")
+
+    def never(*args):
+        raise AssertionError("encoded again")
+
+    monkeypatch.setattr(Clip, "images", never)
+    monkeypatch.setattr(Clip, "texts", never)
+    train.load_pool.cache_clear()
+    run(images, tmp_path / "second", seed=7)
