@@ -86,5 +86,4 @@ def _begin(queue: Any) -> None:
 
 
 def _one(i: int, setup: Setup, folder: Path) -> str:
-    c = setup.config
-    return attempt(setup, load_pool(c.data, c.backbone, c.template, c.broken), folder, lambda r: _queue.put((i, r)))
+    return attempt(setup, load_pool(setup.config), folder, lambda r: _queue.put((i, r)))

@@ -120,9 +120,8 @@ def _pool(setup):
     """The images as the backbone sees them, with a bar while it looks."""
     from fedvlm import console, train
 
-    c = setup.config
     with console.progress("encoding images") as update:
-        pool = train.load_pool(c.data, c.backbone, c.template, c.broken, lambda done, total: update(done, total=total))
+        pool = train.load_pool(setup.config, lambda done, total: update(done, total=total))
     for name, why in list(pool.skipped.items())[:10]:
         console.err.print(f"left out: {name}: {why}", style="yellow")
     if len(pool.skipped) > 10:

@@ -32,6 +32,7 @@ class Config(Layout):
     data: str = "emoji"  # emoji (embedded), or a folder of domain/class/image or class/image
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:module:function
     template: str = "a photo of a {}"  # how a class name becomes a phrase
+    group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stand on one side of a split
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
     protocol: Literal["one", "leave-one-domain-out"] = "one"

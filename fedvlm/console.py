@@ -17,7 +17,7 @@ from rich.table import Table as Grid
 from fedvlm.report.tables import Table
 
 WIDE = 240  # where nobody looks at a terminal, nothing has to be cut
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+out = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else WIDE)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 NUMERIC = re.compile(r"[\d\s.,+±–/-]*( [kMG]?B)?$")
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from fedvlm import backbones, runs
-from fedvlm.config import Setup
+from fedvlm.config import Config, Setup
 from fedvlm.core import Cohort, FedvlmError, NoQuorum, nbytes
 from fedvlm.data.federation import Federation, Pool, federate, pool
 from fedvlm.data.source import open_source
@@ -30,10 +30,18 @@ Watch = Callable[[dict[str, Any]], None]
 PATIENCE = 3  # rounds in a row without quorum that stop a run
 
 
-@lru_cache(maxsize=2)
-def load_pool(data: str, backbone: str, template: str, broken: str, progress: Progress | None = None) -> Pool:
+@lru_cache
+def _kept() -> dict[tuple[str, ...], Pool]:
+    return {}
+
+
+def load_pool(config: Config, progress: Progress | None = None) -> Pool:
     """The images as the frozen model sees them; kept for further runs of this process."""
-    return pool(open_source(data), backbones.load(backbone), template, broken, progress)
+    key = (config.data, config.group, config.backbone, config.template, config.broken)
+    if key not in _kept():
+        source = open_source(config.data, config.group)
+        _kept()[key] = pool(source, backbones.load(config.backbone), config.template, config.broken, progress)
+    return _kept()[key]
 
 
 def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:

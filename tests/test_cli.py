@@ -144,12 +144,32 @@ def test_partitions_of_a_folder_without_domains(images, tmp_path):
     assert main(["run", "centralised", f"data={images}", "unseen=noto", "rounds=1", f"out={tmp_path / 'c'}"]) == 0
 
 
-def test_a_black_box_backbone_runs(images, tmp_path, monkeypatch):
-    code = "import torch\ndef encode(images):\n    return torch.stack([torch.tensor(i.resize((4, 4)).getdata()).float().flatten() for i in images]) + 1\n"
+def test_patients_stand_on_one_side(images, tmp_path):
+    """group= keeps files that share a part of their name together: here by the first letter of the code."""
+    words = ["run", "fedavg", f"data={images}", r"group=^(.{5})", "unseen=noto", "rounds=1", f"out={tmp_path / 'run'}"]
+    assert main(words) == 0
+    assert main([*words[:3], "group=(", *words[4:]]) == 1
+
+
+def test_a_black_box_backbone_runs(images, tmp_path, capsys):
+    code = """
+import torch
+
+
+def encode(images):
+    small = [torch.tensor(i.resize((4, 4)).getdata()).float().flatten() for i in images]
+    return torch.stack(small) + 1
+"""
     (tmp_path / "box.py").write_text(code)
     words = [f"data={images}", f"backbone=python:{tmp_path}/box.py:encode", "unseen=noto", "rounds=1"]
     assert main(["run", "fedot-random-head", *words, f"out={tmp_path / 'run'}"]) == 0
-    assert main(["run", "fedclip", *words, f"out={tmp_path / 'no'}"]) == 1
+    assert main(["run", "fedclip", *words, f"out={tmp_path / 'no'}"]) == 1  # it has no text tower
+    (tmp_path / "deep.py").write_text(
+        "from dataclasses import dataclass\nfrom typing import ClassVar\nfrom fedvlm.adapters.head import Head as Base\n"
+        "@dataclass(frozen=True)\nclass Deep(Base):\n    reads: ClassVar[str] = 'hidden@6'\n"
+    )
+    assert main(["run", "fedavg", f"adapter={tmp_path / 'deep.py'}", *words, f"out={tmp_path / 'no'}"]) == 1
+    assert "black box" in (err := capsys.readouterr().err) and "rotation" in err
 
 
 @pytest.mark.parametrize(

@@ -106,5 +106,5 @@ def test_frozen_work_is_done_once(images, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Clip, "images", never)
     monkeypatch.setattr(Clip, "texts", never)
-    train.load_pool.cache_clear()
+    train._kept().clear()
     run(images, tmp_path / "second", seed=7)

@@ -9,6 +9,7 @@ import signal
 import struct
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,13 @@ from safetensors.torch import save
 
 from fedvlm import train
 from fedvlm.adapters.head import Head
-from fedvlm.config import resolve
+from fedvlm.config import recipes, resolve
 from fedvlm.core import Cohort, NoQuorum
 from fedvlm.engines import wire
 from fedvlm.engines.loopback import Loopback, Worker
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
+from fedvlm.engines.worker import Client
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
@@ -38,8 +40,7 @@ def setup_for(images: Path, **given):
 
 def run(images: Path, folder: Path, **given):
     setup = setup_for(images, **given)
-    c = setup.config
-    return train.train(setup, train.load_pool(c.data, c.backbone, c.template, c.broken), folder)
+    return train.train(setup, train.load_pool(setup.config), folder)
 
 
 def told(run):
@@ -55,6 +56,26 @@ def test_loopback_is_serial_bit_for_bit(images, tmp_path, loopback):
     serial = run(images, tmp_path / "run", engine="serial")
     assert told(serial) == told(loopback)
     assert (serial.folder / "state.safetensors").read_bytes() == (loopback.folder / "state.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", [r for r in recipes() if r not in ("centralised", "zero-shot")])
+def test_every_recipe_answers_through_bytes_as_in_process(name, images, tmp_path):
+    """A client built from its own folder, asked and answering in bytes: the same bits as the serial engine, and just
+    what was agreed."""
+    setup = resolve(name, {"data": str(images), "unseen": "openmoji", "rounds": 2, "lr": 0.01})
+    pool = train.load_pool(setup.config)
+    method, federation = train.prepare(setup, pool)
+    data = replace(federation.data, rounds=2)
+    engine = Loopback(setup, method, federation, data, tmp_path)
+    clients = {i: Client(tmp_path / federation.names[i]) for i in (0, 2)}
+    serial = Stacked(method, data, 1)
+    for round in (1, 2):
+        for step in ("train", "score", "diagnose"):
+            for ids, up in serial.run(step, np.array([0, 2]), method.initial, round, 0):
+                message, about = wire.unpack(wire.pack(method.initial, step=step, round=round, exchange=0))
+                reply, _ = wire.unpack(wire.pack(clients[int(ids[0])].answer(message, about), ok=True))
+                wire.check(reply, engine.expected(step, method.initial), "client")
+                assert up.keys() == reply.keys() and all(torch.equal(up[k], reply[k]) for k in up)
 
 
 def test_a_client_keeps_its_rows_and_only_its_own(loopback):
@@ -74,8 +95,7 @@ def test_a_client_keeps_its_rows_and_only_its_own(loopback):
 def processes(images, tmp_path):
     """Three client processes and the line they left in the log."""
     setup = setup_for(images, timeout=20)
-    c = setup.config
-    pool = train.load_pool(c.data, c.backbone, c.template, c.broken)
+    pool = train.load_pool(setup.config)
     method, federation = train.prepare(setup, pool)
     log: list[str] = []
     engine = Loopback(setup, method, federation, federation.data, tmp_path, log.append)

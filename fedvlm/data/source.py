@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import zipfile
 import zlib
 from collections import Counter
@@ -58,10 +59,10 @@ class Source:
                 yield k, data
 
 
-def open_source(name: str) -> Source:
+def open_source(name: str, group: str = "") -> Source:
     """`emoji`, or a path. The depth of the folders says whether there are domains."""
     if name == "emoji":
-        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), grouped=True)
+        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")  # the same emoji in every style
     root = Path(name).expanduser()
     if not root.exists():
         raise FedvlmError(
@@ -70,8 +71,8 @@ def open_source(name: str) -> Source:
     if root.is_file():
         if not zipfile.is_zipfile(root):
             raise FedvlmError(f"data={name} is neither a folder nor a zip file")
-        return _collect(root.stem, root, _names_in_zip(root), grouped=False)
-    return _collect(root.resolve().name, root, _names_in_folder(root), grouped=False)
+        return _collect(root.stem, root, _names_in_zip(root), group)
+    return _collect(root.resolve().name, root, _names_in_folder(root), group)
 
 
 def _names_in_folder(root: Path) -> list[str]:
@@ -90,7 +91,7 @@ def _names_in_zip(path: Path) -> list[str]:
         return sorted(n for n in box.namelist() if not n.endswith("/"))
 
 
-def _collect(name: str, root: Path, names: list[str], grouped: bool) -> Source:
+def _collect(name: str, root: Path, names: list[str], group: str) -> Source:
     shown = [n for n in names if Path(n).suffix.lower() in IMAGES and not any(p.startswith(".") for p in n.split("/"))]
     depths = Counter(n.count("/") for n in shown)
     if not shown:
@@ -109,11 +110,24 @@ def _collect(name: str, root: Path, names: list[str], grouped: bool) -> Source:
     items = []
     for n in shown:
         *domain, label, file = n.split("/")
-        items.append(Item(n, domain[0] if domain else ALONE, label, Path(file).stem if grouped else ""))
+        items.append(Item(n, domain[0] if domain else ALONE, label, _group(group, file)))
     source = Source(name, root, tuple(items))
     if len(source.classes) < 2:
         raise FedvlmError(f"data={name}: only one class ({source.classes[0]}); a classifier needs at least two")
     return source
+
+
+def _group(pattern: str, file: str) -> str:
+    """What the pattern's first bracket finds in a file's name; nothing is a group of its own."""
+    if not pattern:
+        return ""
+    try:
+        found = re.search(pattern, file)
+        return found.group(1) if found else ""
+    except (re.error, IndexError) as error:
+        raise FedvlmError(
+            f"group={pattern}: expected a regular expression with one bracket, such as (patient\\d+) ({error})"
+        ) from error
 
 
 def digest(data: bytes) -> bytes:
