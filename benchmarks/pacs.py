@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedvlm import cli, console, train
+from fedvlm import console, train
+from fedvlm.commands import encoded, run_all
 from fedvlm.config import recipes, resolve
 from fedvlm.evaluate.views import selection
 from fedvlm.report import tables
@@ -36,7 +37,7 @@ def main() -> None:
     if not Path(args.data).is_dir():
         sys.exit(f"{args.data} is not there: give --data a folder with PACS as domain/class/image")
     seeds = [int(s) for s in args.seeds.split(",")]
-    pool = cli._pool(resolve("zero-shot", {"data": args.data}))
+    pool = encoded(resolve("zero-shot", {"data": args.data}))
     runs: list[Run] = []
     rates: dict[str, dict[str, float]] = {}
     for method in args.methods:
@@ -64,10 +65,10 @@ def study(method: str, args: argparse.Namespace, seeds: list[int], pool) -> tupl
     given = {"data": args.data, "evaluate": 5, "protocol": "leave-one-domain-out", "out": args.out}
     if method == "zero-shot":
         setup = resolve(method, given | {"seeds": seeds})
-        return {}, cli._go([(s, train.place(s, pool)) for s in train.runs_of(setup, pool)], pool, 0)
+        return {}, run_all([(s, train.place(s, pool)) for s in train.runs_of(setup, pool)], pool, 0)
     given |= {"rounds": args.rounds}
     tried = [s for lr in GRID for s in train.runs_of(resolve(method, given | {"lr": lr, "seed": seeds[0]}), pool)]
-    found = cli._go([(s, train.place(s, pool)) for s in tried], pool, 0)
+    found = run_all([(s, train.place(s, pool)) for s in tried], pool, 0)
     best: dict[str, tuple[float, float, Run]] = {}
     for setup, run in zip(tried, found, strict=True):
         score = selection(run.info["result"]["last"])
@@ -80,7 +81,7 @@ def study(method: str, args: argparse.Namespace, seeds: list[int], pool) -> tupl
         for seed in seeds[1:]:
             alone = given | {"lr": lr, "seed": seed, "unseen": target}
             rest += train.runs_of(resolve(method, alone), pool)
-    return rates, [run for _, _, run in best.values()] + cli._go([(s, train.place(s, pool)) for s in rest], pool, 0)
+    return rates, [run for _, _, run in best.values()] + run_all([(s, train.place(s, pool)) for s in rest], pool, 0)
 
 
 def diagnostics(runs: list[Run]) -> None:

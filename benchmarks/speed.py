@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fedvlm import backbones, cli, console
+from fedvlm import backbones, console
 from fedvlm.adapters.base import Task
+from fedvlm.commands import encoded
 from fedvlm.config import resolve
 from fedvlm.core import Cohort, Data
 from fedvlm.data.federation import Federation, Layout, federate
@@ -46,7 +47,7 @@ def main() -> None:
     data = args.data if Path(args.data).is_dir() else "emoji"
     if data == "emoji":
         print(f"{args.data} is not there: the embedded emoji instead; the bars are for PACS")
-    pool = cli._pool(resolve("zero-shot", {"data": data}))
+    pool = encoded(resolve("zero-shot", {"data": data}))
     rounds(pool)
     naive(pool)
     growth()

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import fedvlm
+from fedvlm import commands
 from fedvlm.core import FedvlmError
 
-Command = Callable[[argparse.Namespace], None]
+Argument = tuple[str, dict[str, Any]]
+
+PAIRS: Argument = ("pairs", {"nargs": "*", "metavar": "key=value"})
+RUNS: Argument = ("runs", {"nargs": "+", "metavar": "RUN"})
+RUN: Argument = ("run", {"metavar": "RUN"})
+METHOD: Argument = ("method", {"metavar": "METHOD"})
+CSV: Argument = ("--csv", {"metavar": "FILE", "help": "also write the table as CSV"})
+LATEX: Argument = ("--latex", {"metavar": "FILE", "help": "also write the table as LaTeX"})
+CLIENT: Argument = (
+    "--client",
+    {"default": "", "metavar": "NAME", "help": "that client's own model, not the shared one"},
+)
+SELECT: Argument = (
+    "--select",
+    {"choices": ("last", "selected"), "default": "last", "help": "the last round, or the one chosen on validation"},
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,408 +54,42 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("fedvlm", description=fedvlm.__doc__)
     parser.add_argument("--version", action="version", version=fedvlm.__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    known = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, go: Command, text: str, *arguments: tuple[str, dict[str, Any]]) -> None:
-        sub = commands.add_parser(name, help=text, description=text)
+    def command(go: Callable[[argparse.Namespace], None], text: str, *arguments: Argument) -> None:
+        sub = known.add_parser(go.__name__.replace("_", "-"), help=text, description=text)
         for flag, options in arguments:
             sub.add_argument(flag, **options)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
         sub.set_defaults(go=go)
 
-    pairs = ("pairs", {"nargs": "*", "metavar": "key=value"})
-    runs = ("runs", {"nargs": "+", "metavar": "RUN"})
-    csv = ("--csv", {"metavar": "FILE", "help": "also write the table as CSV"})
-    client = (
-        "--client",
-        {"default": "", "metavar": "NAME", "help": "that client's own model (default: the shared one)"},
-    )
-    select = (
-        "--select",
-        {"choices": ("last", "selected"), "default": "last", "help": "last round, or chosen on validation"},
-    )
-    latex = ("--latex", {"metavar": "FILE", "help": "also write the table as LaTeX"})
-    command("demo", demo, "four methods on real images, from nothing, in about a minute", pairs, csv)
-    command(
-        "run", run, "run one method", ("method", {"metavar": "METHOD"}), pairs, csv,
-        ("--dry", {"action": "store_true", "help": "show clients, classes, bytes; train nothing"}),
-    )  # fmt: skip
-    command(
-        "bench",
-        bench,
-        "run several methods alike and compare",
-        ("words", {"nargs": "+", "metavar": "METHOD|key=value"}),
-        csv,
-        latex,
-    )
-    command("compare", compare, "a table from run folders", runs, csv, latex, select)
-    command(
-        "report",
-        report,
-        "one static page from run folders",
-        runs,
-        ("--out", {"default": "report.html", "metavar": "FILE"}),
-    )
-    command("resume", resume, "go on with runs that were stopped", runs)
-    command(
-        "predict",
-        predict,
-        "classify images",
-        ("run", {"metavar": "RUN"}),
-        ("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"}),
-        client,
-        csv,
+    dry = ("--dry", {"action": "store_true", "help": "show clients, classes, bytes; train nothing"})
+    command(commands.demo, "four methods on real images, from nothing, in about a minute", PAIRS, CSV)
+    command(commands.run, "run one method", METHOD, PAIRS, CSV, dry)
+    words = ("words", {"nargs": "+", "metavar": "METHOD|key=value"})
+    command(commands.bench, "run several methods alike and compare", words, CSV, LATEX)
+    command(commands.compare, "a table from run folders", RUNS, CSV, LATEX, SELECT)
+    page = ("--out", {"default": "report.html", "metavar": "FILE"})
+    command(commands.report, "one static page from run folders", RUNS, page)
+    command(commands.resume, "go on with runs that were stopped", RUNS)
+    images = ("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"})
+    command(commands.predict, "classify images with a run or an exported folder", RUN, images, CLIENT, CSV)
+    out = ("--out", {"required": True, "metavar": "FOLDER"})
+    command(commands.export, "a folder to deploy from", RUN, out, CLIENT)
+    what = ("what", {"choices": ("methods", "adapters", "local", "merges", "data")})
+    command(commands.ls, "what there is", what)
+    command(commands.show, "a method, resolved, with every key", METHOD, PAIRS)
+    prune = ("--prune", {"action": "store_true", "help": "remove views (all, or those named)"})
+    older = (
+        "--older",
+        {"type": float, "default": 0.0, "metavar": "DAYS", "help": "only views not written for so long"},
     )
     command(
-        "export",
-        export,
-        "a folder to deploy from",
-        ("run", {"metavar": "RUN"}),
-        ("--out", {"required": True, "metavar": "FOLDER"}),
-        client,
+        commands.cache, "the feature store: list, prune", prune, older, ("views", {"nargs": "*", "metavar": "VIEW"})
     )
-    command("ls", ls, "what there is", ("what", {"choices": ("methods", "adapters", "local", "merges", "data")}))
-    command("show", show, "a method, resolved, with every key", ("method", {"metavar": "METHOD"}), pairs)
-    command(
-        "cache", cache, "the feature store: list, prune",
-        ("--prune", {"action": "store_true"}), ("--older", {"type": float, "default": 0.0, "metavar": "DAYS"}),
-        ("views", {"nargs": "*"}),
-    )  # fmt: skip
-    command("doctor", doctor, "what is wrong with this machine, and the fix")
-    command(
-        "encode-server", encode_server, "serve a backbone's embeddings over HTTP (a black-box provider)",
-        ("pairs", {"nargs": "*", "metavar": "key=value", "help": "backbone= host= port= texts=true"}),
-    )  # fmt: skip
+    command(commands.doctor, "what is wrong with this machine, and the fix")
+    command(commands.encode_server, "serve a backbone's embeddings over HTTP: backbone= host= port= texts=true", PAIRS)
     return parser
-
-
-def _pool(setup):
-    """The images as the backbone sees them, with a bar while it looks."""
-    from fedvlm import console, train
-
-    with console.progress("encoding images") as update:
-        pool = train.load_pool(setup.config, lambda done, total: update(done, total=total))
-    for name, why in list(pool.skipped.items())[:10]:
-        console.err.print(f"left out: {name}: {why}", style="yellow")
-    if len(pool.skipped) > 10:
-        console.err.print(f"left out: {len(pool.skipped) - 10} more (run.json names them all)", style="yellow")
-    return pool
-
-
-def run(args: argparse.Namespace) -> None:
-    from fedvlm import console, train
-    from fedvlm.config import pairs, resolve
-
-    setup = resolve(args.method, pairs(args.pairs))
-    pool = _pool(setup)
-    jobs = train.runs_of(setup, pool)
-    if args.dry:
-        return _dry(jobs, pool)
-    alone = len(jobs) == 1
-    folders = [Path(j.config.out) if alone and j.config.out else train.place(j, pool) for j in jobs]
-    finished = _go(list(zip(jobs, folders, strict=True)), pool, setup.config.jobs)
-    _table(finished, args)
-    if alone:
-        console.out.print(f"run folder: {folders[0]}")
-
-
-def bench(args: argparse.Namespace) -> None:
-    from fedvlm import train
-    from fedvlm.config import pairs, resolve
-    from fedvlm.core import FedvlmError
-
-    methods = [w for w in args.words if "=" not in w]
-    given: dict[str, Any] = {"seeds": "50,77,98"} | pairs([w for w in args.words if "=" in w])
-    if "seed" in given:
-        given["seeds"] = given.pop("seed")
-    if not methods:
-        raise FedvlmError("bench needs at least one method; `fedvlm ls methods` names them")
-    setups = [resolve(m, given) for m in methods]
-    pool = _pool(setups[0])
-    if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
-        setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
-    jobs = [(j, train.place(j, pool)) for s in setups for j in train.runs_of(s, pool)]
-    _table(_go(jobs, pool, setups[0].config.jobs), args)
-
-
-def _go(jobs: list, pool, at_once: int) -> list:
-    """Runs them with one bar over all their rounds."""
-    from fedvlm import console
-    from fedvlm.bench import run_all
-    from fedvlm.runs import Run
-
-    known = [f for _, f in jobs if (f / "run.json").exists() and Run(f).done]
-    if known:
-        text = (
-            f"{known[0]} is already there" if len(jobs) == 1 else f"{len(known)} of {len(jobs)} runs are already there"
-        )
-        console.out.print(f"{text}: recognised, not repeated", style="dim")
-    sizes = [1 + s.config.rounds for s, _ in jobs]
-    done = [0] * len(jobs)
-    title = jobs[0][0].recipe.name if len(jobs) == 1 else f"{len(jobs)} runs"
-    with console.progress(title, sum(sizes)) as update:
-
-        def report(i: int, record: dict[str, Any] | None, error: str) -> None:
-            done[i] = sizes[i] if record is None else record["round"] + 1
-            what = "" if len(jobs) == 1 else f"{jobs[i][0].recipe.name} {'+'.join(jobs[i][0].config.unseen)} "
-            if record is not None:
-                update(sum(done), what + console.words(record))
-
-        return run_all(jobs, pool, at_once, report)
-
-
-def _table(runs: list, args: argparse.Namespace) -> None:
-    from fedvlm import console
-    from fedvlm.report import tables
-
-    table = tables.summarise(runs, getattr(args, "select", "last"))
-    console.show(table)
-    if getattr(args, "csv", None):
-        tables.write_csv(table, Path(args.csv))
-    if getattr(args, "latex", None):
-        Path(args.latex).write_text(tables.latex(table) + "\n")
-
-
-def _dry(jobs: list, pool) -> None:
-    from fedvlm import console, train
-    from fedvlm.data.federation import table
-
-    setup = jobs[0]
-    method, federation = train.prepare(setup, pool)
-    names = [c.replace("_", " ") for c in federation.task.classes]
-    shown = names if len(names) <= 12 else []
-    lines = []
-    for row in table(federation)[:40]:
-        role = "held out" if row["unseen"] else "trains" if row["train"] else "no data"
-        counts = [str(n) for n in row["classes"]] if shown else [str(sum(n > 0 for n in row["classes"]))]
-        lines.append([row["client"], role, *(str(row[s]) for s in ("train", "val", "test")), *counts])
-    console.rows(["client", "role", "train", "val", "test", *(shown or ["classes"])], lines)
-    if len(federation.names) > 40:
-        console.out.print(f"… and {len(federation.names) - 40} more clients", style="dim")
-    wire = train.estimate(method, federation, setup)
-    console.out.print(
-        f"{len(jobs)} run{'s' * (len(jobs) > 1)} × {setup.config.rounds} rounds; a round asks {wire['asked']} clients: "
-        f"{wire['down'] / 1e6:.3g} MB down, {wire['up'] / 1e6:.3g} MB up; private to each client: "
-        f"{', '.join(method.newcomer) or 'nothing'}; goes up: {', '.join([*method.initial, *setup.local.sends])}"
-    )
-
-
-def compare(args: argparse.Namespace) -> None:
-    from fedvlm import runs
-
-    _table(runs.find(args.runs), args)
-
-
-def report(args: argparse.Namespace) -> None:
-    from fedvlm import console, runs
-    from fedvlm.report.page import page
-
-    page(runs.find(args.runs), Path(args.out))
-    console.out.print(f"page: {args.out}")
-
-
-def resume(args: argparse.Namespace) -> None:
-    from fedvlm import console, runs
-    from fedvlm.use import setup_of
-
-    found = runs.find(args.runs)
-    for r in (waiting := [r for r in found if not r.done]):
-        setup = setup_of(r.info)
-        saved = r.load()
-        console.out.print(f"{r.folder.name}: from round {saved[1] + 1 if saved else 0}", style="dim")
-        _go([(setup, r.folder)], _pool(setup), 1)
-    if not waiting:
-        console.out.print("nothing to resume: finished", style="dim")
-    _table(found, args)
-
-
-def predict(args: argparse.Namespace) -> None:
-    import csv
-
-    from fedvlm import console, runs
-    from fedvlm.data.source import IMAGES
-    from fedvlm.use import from_run, load
-
-    paths: list[Path] = []
-    for given in map(Path, args.images):
-        inside = sorted(p for p in given.rglob("*") if p.suffix.lower() in IMAGES) if given.is_dir() else [given]
-        if not inside:
-            raise FedvlmError(f"{given}: no images in that folder")
-        paths += inside
-    missing = [p for p in paths if not p.is_file()]
-    if missing:
-        raise FedvlmError(f"{missing[0]}: no such image or folder")
-    exported = (Path(args.run) / "adapter.safetensors").is_file()
-    model = load(args.run) if exported else from_run(runs.find([args.run])[0], args.client)
-    lines: list[list[str]] = []
-    with console.progress("predicting", len(paths)) as update:
-        for first in range(0, len(paths), 64):
-            part = paths[first : first + 64]
-            lines += [[str(p), c, f"{q:.3f}", model.whose] for p, (c, q) in zip(part, model.predict(part), strict=True)]
-            update(len(lines), "")
-    console.rows(["image", "class", "probability", "model"], lines)
-    if args.csv:
-        with Path(args.csv).open("w", newline="") as out:
-            csv.writer(out).writerows([["image", "class", "probability", "model"], *lines])
-
-
-def export(args: argparse.Namespace) -> None:
-    from fedvlm import console, runs
-    from fedvlm.use import export as write
-
-    found = runs.find([args.run])
-    if len(found) > 1:
-        raise FedvlmError(f"{args.run} holds {len(found)} runs; give one of them, such as {found[0].folder}")
-    written = write(found[0], Path(args.out), args.client)
-    console.out.print(f"{args.out}: {', '.join(written)}")
-
-
-def ls(args: argparse.Namespace) -> None:
-    from fedvlm import console, parts
-    from fedvlm.config import recipe, recipes
-
-    if args.what == "methods":
-        rows = []
-        for plan in map(recipe, recipes()):
-            rows.append([plan.name, f"{plan.adapter} × {plan.local} × {plan.merge}", *_wire(plan.name), plan.paper])
-        console.rows(["method", "adapter × local × merge", "private", "KB up/client", "paper"], rows)
-        console.out.print(
-            "bytes for 10 classes and 512 dimensions; `fedvlm show METHOD` says what it does", style="dim"
-        )
-    elif args.what == "data":
-        from fedvlm.data.source import open_source
-
-        emoji = open_source("emoji")
-        console.rows(
-            ["data", "domains", "classes", "images"],
-            [["emoji (embedded)", str(len(emoji.domains)), str(len(emoji.classes)), str(len(emoji.items))]],
-        )
-        console.out.print("or data=FOLDER of domain/class/image or class/image", style="dim")
-    else:
-        axis = {"adapters": "adapter", "local": "local", "merges": "merge"}[args.what]
-        lines = []
-        for name in parts.names(axis):
-            kind = parts.find(axis, name)
-            text = (sys.modules[kind.__module__].__doc__ or "").split("\n")[0]
-            lines.append([name, ", ".join(f.name for f in fields(kind)), text])
-        console.rows([axis, "keys", "what"], lines)
-
-
-def _wire(name: str) -> list[str]:
-    """What a method keeps private and what it sends, at a common size."""
-    import torch
-
-    from fedvlm.adapters.base import Task
-    from fedvlm.config import resolve
-    from fedvlm.core import nbytes
-    from fedvlm.method import Method
-
-    setup = resolve(name, {})
-    task = Task(tuple(map(str, range(10))), torch.zeros(10, 512), 512, 100.0)
-    method = Method.build(setup.adapter, setup.local, setup.merge, task)
-    return [
-        ", ".join(method.newcomer) or "–",
-        f"{(nbytes(method.initial) + 4 * len(setup.local.sends) * method.trains) / 1e3:.3g}",
-    ]
-
-
-def show(args: argparse.Namespace) -> None:
-    from fedvlm import console
-    from fedvlm.config import pairs, resolve
-
-    given = pairs(args.pairs)
-    setup = resolve(args.method, given)
-    plan = setup.recipe
-    console.out.print(f"[bold]{plan.title}[/] {plan.paper}\n{plan.idea}")
-    tuned = plan.tuned.get(setup.config.backbone, {}) if setup.config.settings == "tuned" else {}
-    lines = []
-    for axis, part in (("run", setup.config), *((a, getattr(setup, a)) for a in ("adapter", "local", "merge"))):
-        kind = type(part)
-        lines.append([axis if axis == "run" else f"{axis}={setup.chosen[axis]}", "", ""])
-        for f in fields(kind):
-            value = getattr(part, f.name)
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            home = (
-                "command line"
-                if f.name in given
-                else "validation"
-                if f.name in tuned
-                else "recipe"
-                if f.name in plan.settings
-                else ""
-            )
-            lines.append([f"  {f.name}", text, home])
-    console.rows(["key", "value", "from"], lines)
-    for name, numbers in plan.published.items():
-        shown = ", ".join(f"{k} {v}" for k, v in numbers.items() if k != "source")
-        console.out.print(f"published on {name}: {shown} ({numbers.get('source', '')})", style="dim")
-
-
-def cache(args: argparse.Namespace) -> None:
-    import time
-
-    from fedvlm import console
-    from fedvlm.data import store
-
-    if args.prune:
-        for name in store.prune(args.older, args.views):
-            console.out.print(f"removed {name}")
-    lines = [
-        [
-            e["view"],
-            str(e["segments"]),
-            f"{e['bytes'] / 1e6:.1f} MB",
-            time.strftime("%Y-%m-%d", time.localtime(e["used"])),
-        ]
-        for e in store.listing()
-    ]
-    console.rows(["view", "segments", "size", "last written"], lines)
-    console.out.print(f"at {store.home()} (FEDVLM_CACHE)", style="dim")
-
-
-def doctor(args: argparse.Namespace) -> None:
-    from fedvlm import console
-    from fedvlm.doctor import examine
-
-    broken = 0
-    for finding in examine():
-        mark = {"ok": "[green]ok    [/]", "note": "[yellow]note  [/]", "broken": "[red]broken[/]"}[finding.state]
-        console.out.print(f"{mark} {finding.what}" + (f" → {finding.fix}" if finding.fix else ""))
-        broken += finding.state == "broken"
-    if broken:
-        raise FedvlmError(f"{broken} thing{'s' * (broken > 1)} to put right, see above")
-
-
-def encode_server(args: argparse.Namespace) -> None:
-    from fedvlm import backbones, console
-    from fedvlm.backbones.server import serve
-    from fedvlm.config import coerce, pairs
-    from fedvlm.errors import nearest
-
-    kinds: dict[str, type] = {
-        "backbone": str,
-        "host": str,
-        "port": int,
-        "texts": bool,
-        "limit_images": int,
-        "limit_bytes": int,
-    }
-    given = {"backbone": "mini-clip", "port": "8801"} | pairs(args.pairs)
-    for key in given:
-        if key not in kinds:
-            raise FedvlmError(f"{key}= is not a key here; {nearest(key, kinds)}")
-    options = {k: coerce(k, v, kinds[k]) for k, v in given.items()}
-    token = os.environ.get("FEDVLM_TOKEN")
-    with serve(backbones.load(options.pop("backbone")), token=token, **options) as server:
-        console.out.print(f"serving at {server.url} ({'token required' if token else 'no token'}); Ctrl-C ends it")
-        server.wait()
-
-
-def demo(args: argparse.Namespace) -> None:
-    from fedvlm.config import pairs
-    from fedvlm.demo import demo as go
-
-    go(pairs(args.pairs), args.csv, _pool, _go)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -84,13 +85,34 @@ def _load(kind: str, folder: Path):
     return model.eval().requires_grad_(False)
 
 
-class Clip:
-    """Any CLIP in Hugging Face format."""
+class Towers:
+    """What the two kinds share: a folder, a fingerprint, and a model that loads when first needed."""
 
     black_box = False
+    kind: ClassVar[str]  # the transformers class
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
+
+    @cached_property
+    def model(self) -> Any:
+        return _load(self.kind, self.folder)
+
+    def pixels(self, images: Sequence[Image.Image]) -> Tensor:
+        return self.processor(images=list(images), return_tensors="pt")["pixel_values"]
+
+    @cached_property
+    def processor(self) -> Any:
+        raise NotImplementedError
+
+
+class Clip(Towers):
+    """Any CLIP in Hugging Face format."""
+
+    kind = "CLIPModel"
+
+    def __init__(self, name: str, folder: Path):
+        super().__init__(name, folder)
         self.dim, self.scale = int(describe(folder).get("projection_dim", 512)), self._scale()
 
     def _scale(self) -> float:
@@ -101,23 +123,18 @@ class Clip:
         raise FedvlmError(f"backbone={self.name}: its weights hold no logit_scale, so it is not a CLIP model")
 
     @cached_property
-    def model(self):
-        return _load("CLIPModel", self.folder)
-
-    @cached_property
-    def processor(self):
+    def processor(self) -> Any:
         return clip_processor(self.folder)
 
     @cached_property
-    def tokenizer(self):
+    def tokenizer(self) -> Any:
         from transformers import CLIPTokenizer
 
         return CLIPTokenizer.from_pretrained(self.folder)
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
-        pooled = self.model.vision_model(pixel_values=pixels).pooler_output
+        pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
         return F.normalize(self.model.visual_projection(pooled), dim=-1)
 
     @torch.no_grad()
@@ -128,32 +145,27 @@ class Clip:
         return F.normalize(self.model.text_projection(pooled), dim=-1)
 
 
-class Vision:
+class Vision(Towers):
     """A vision-only encoder: its class token."""
 
-    black_box = False
+    kind = "AutoModel"
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
+        super().__init__(name, folder)
         self.dim = int(describe(folder).get("hidden_size", 0))
         self.scale = 20.0  # no temperature of its own: our choice
         if not self.dim:
             raise FedvlmError(f"backbone={name}: its config.json names no hidden_size; is it an image encoder?")
 
     @cached_property
-    def model(self):
-        return _load("AutoModel", self.folder)
-
-    @cached_property
-    def processor(self):
+    def processor(self) -> Any:
         from transformers import AutoImageProcessor
 
         return AutoImageProcessor.from_pretrained(self.folder, backend="pil")
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
-        return F.normalize(self.model(pixel_values=pixels).last_hidden_state[:, 0], dim=-1)
+        return F.normalize(self.model(pixel_values=self.pixels(images)).last_hidden_state[:, 0], dim=-1)
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         return None
