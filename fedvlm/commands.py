@@ -122,10 +122,15 @@ def _dry(jobs: list[Setup], pool: Pool) -> None:
     if len(federation.names) > 40:
         console.out.print(f"… and {len(federation.names) - 40} more clients", style="dim")
     wire = train.estimate(method, federation, setup)
+    total = wire["seconds"] * setup.config.rounds * len(jobs)
     console.out.print(
         f"{len(jobs)} run{'s' * (len(jobs) > 1)} × {setup.config.rounds} rounds; a round asks {wire['asked']} clients: "
-        f"{wire['down'] / 1e6:.3g} MB down, {wire['up'] / 1e6:.3g} MB up; private to each client: "
-        f"{', '.join(method.newcomer) or 'nothing'}; goes up: {', '.join([*method.initial, *setup.local.sends])}"
+        f"{wire['down'] / 1e6:.3g} MB down, {wire['up'] / 1e6:.3g} MB up, about {wire['seconds']:.2g} s "
+        f"({total:.2g} s in all, one after the other)"
+    )
+    console.out.print(
+        f"private to each client: {', '.join(method.newcomer) or 'nothing'}; "
+        f"goes up: {', '.join([*method.initial, *setup.local.sends])}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +16,7 @@ from safetensors.torch import save
 
 from fedvlm import backbones, runs
 from fedvlm.config import Config, Setup
-from fedvlm.core import Cohort, FedvlmError, NoQuorum, nbytes
+from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, lift, nbytes, spread
 from fedvlm.data.federation import Federation, Pool, federate, pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import Progress
@@ -148,7 +149,7 @@ def sample(setup: Setup, federation: Federation, engine: Stacked | Loopback, rou
 
 
 def diagnose(
-    method: Method, federation: Federation, engine: Stacked | Loopback, shared: dict, round: int
+    method: Method, federation: Federation, engine: Stacked | Loopback, shared: Params, round: int
 ) -> dict[str, Any]:
     if not method.adapter.watches:
         return {}
@@ -157,22 +158,21 @@ def diagnose(
 
 
 @torch.no_grad()
-def outputs(method: Method, federation: Federation, engine: Stacked, shared: dict, round: int) -> bytes:
-    """Final logits on every test image, shared and personal view, so that later questions need no rerun."""
-    kept: dict[str, list] = {"label": [], "client": [], "item": [], "shared": [], "personal": []}
+def outputs(method: Method, federation: Federation, engine: Stacked, shared: Params, round: int) -> bytes:
+    """Final logits and features on every test image, shared and personal view: later questions need no rerun."""
+    kept: dict[str, list[torch.Tensor]] = defaultdict(list)
     for i in range(federation.scored):
         low, high = (int(b) for b in federation.data.bounds[i, 2:])
         x, own = federation.data.x[None, low:high], engine.rows.read(np.array([i]), round)
-        down = {k: v[None] for k, v in shared.items()}
-        newcomer = {k: v[None] for k, v in method.newcomer.items()}
         kept["label"].append(federation.data.y[low:high])
         kept["client"].append(torch.full((high - low,), i))
         kept["item"].append(torch.from_numpy(federation.items[low:high]))
-        if method.generalises:
-            kept["shared"].append(method.model.logits(method.local.personal(newcomer, down), x)[0])
-        if method.newcomer:
-            kept["personal"].append(method.model.logits(method.local.personal(own, down), x)[0])
-    return save({k: torch.cat(v).contiguous() for k, v in kept.items() if v})
+        views = {"shared": lift(method.newcomer)} if method.generalises else {}
+        for view, row in (views | ({"personal": own} if method.newcomer else {})).items():
+            params = method.local.personal(row, lift(shared))
+            kept[f"{view}.logits"].append(method.model.logits(params, x)[0])
+            kept[f"{view}.features"].append(method.adapter.features(method.task, params, x)[0])
+    return save({k: torch.cat(v).contiguous() for k, v in kept.items()})
 
 
 def result(method: Method, federation: Federation, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def result(method: Method, federation: Federation, records: list[dict[str, Any]]
     }
 
 
-def count(params: dict) -> int:
+def count(params: Params) -> int:
     return sum(v.numel() for v in params.values())
 
 
@@ -198,11 +198,28 @@ def round_off(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, int]:
-    """Bytes a round on the wire, before anything runs."""
-    asked = max(1, int(np.ceil(setup.config.participation * len(federation.seen))))
+def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, float]:
+    """What a round will send and take, before anything runs: bytes are exact, seconds from a few timed batches."""
+    able = federation.seen
+    asked = max(1, int(np.ceil(setup.config.participation * len(able))))
     extra = len(setup.local.sends) * 4
-    return {"asked": asked, "down": asked * nbytes(method.initial), "up": asked * (nbytes(method.initial) + extra)}
+    sizes = federation.data.counts("train")
+    first = int(able[sizes[able].argmax()])
+    few = min(int(sizes[first]), 8 * setup.local.batch)
+    low = int(federation.data.bounds[first, 0])
+    sample = replace(federation.data, bounds=np.array([[low, low + few, low + few, low + few]]), ids=np.array([first]))
+    took = []
+    for _ in range(2):  # the first time warms up
+        began = time.perf_counter()
+        own, _ = method.play("train", spread(method.newcomer, 1), method.initial, sample)
+        trained = time.perf_counter()
+        method.play("score", own, method.initial, sample)
+        took.append((trained - began, time.perf_counter() - trained))
+    train, score = took[-1]
+    share = asked / len(able)
+    seconds = (train * share * sizes[able].sum() + score * len(federation.data.x)) / few
+    wire = nbytes(method.initial)
+    return {"asked": asked, "down": asked * wire, "up": asked * (wire + extra), "seconds": float(seconds)}
 
 
 def runs_of(setup: Setup, pool: Pool) -> list[Setup]:

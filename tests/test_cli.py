@@ -38,7 +38,7 @@ def test_run_leaves_what_scripts_rely_on(done):
     outputs = load_file(done / "outputs.safetensors")
     wanted = records[-1]["clients"]["twemoji"]["personal"]["test"]
     mine = outputs["client"] == 2
-    assert (outputs["personal"][mine].argmax(-1) == outputs["label"][mine]).double().mean() == pytest.approx(
+    assert (outputs["personal.logits"][mine].argmax(-1) == outputs["label"][mine]).double().mean() == pytest.approx(
         wanted, abs=1e-5
     )
 
@@ -51,7 +51,12 @@ def test_run_again_is_recognised(images, done, capsys):
 def test_dry_shows_and_trains_nothing(images, tmp_path, capsys):
     assert main(["run", "fedot", f"data={images}", "unseen=noto", f"out={tmp_path / 'x'}", "--dry"]) == 0
     text = capsys.readouterr().out
-    assert "held out" in text and "private to each client: skew" in text and not (tmp_path / "x").exists()
+    assert (
+        "held out" in text
+        and "private to each client: skew" in text
+        and "s in all" in text
+        and not (tmp_path / "x").exists()
+    )
 
 
 def test_bench_writes_the_table(images, tmp_path, capsys):

@@ -23,7 +23,10 @@ class Attention(Adapter):
         shapes = {"w1": (d, d), "b1": (d,), "w2": (d, d), "b2": (d,)}
         return {k: (torch.rand(s, generator=draw) * 2 - 1) * bound for k, s in shapes.items()}
 
-    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         hidden = torch.tanh(linear(x, params["w1"], params["b1"]))
         mask = torch.softmax(linear(hidden, params["w2"], params["b2"]), dim=-1)
-        return task.scale * F.normalize(mask * x, dim=-1) @ task.names().mT
+        return F.normalize(mask * x, dim=-1)
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * self.features(task, params, x) @ task.names().mT

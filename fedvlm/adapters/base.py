@@ -44,6 +44,10 @@ class Adapter:
     def init(self, task: Task, seed: int) -> Params:
         return {}
 
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        """The image embedding as adapted, what the classifier sees: [clients, examples, dim]."""
+        return x
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         raise NotImplementedError
 

@@ -21,8 +21,11 @@ class Linear(Adapter):
     def init(self, task: Task, seed: int) -> Params:
         return {"head": classifier(task, self.init_from, seed), "map": torch.eye(task.dim)}
 
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return F.normalize(linear(x, params["map"]), dim=-1)
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * linear(F.normalize(linear(x, params["map"]), dim=-1), params["head"])
+        return task.scale * linear(self.features(task, params, x), params["head"])
 
     def diagnose(self, task: Task, params: Params) -> Params:
         return {"condition": torch.linalg.cond(params["map"])}

@@ -28,7 +28,9 @@ class Mlp(Adapter):
         private = {"u": u, "u0": torch.zeros(d), "v": torch.zeros(d, d), "v0": torch.zeros(d)}
         return {"head": classifier(task, self.init_from, seed)} | private
 
-    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         hidden = torch.relu(linear(x, params["u"], params["u0"]))
-        adapted = x + linear(hidden, params["v"], params["v0"])
-        return task.scale * linear(F.normalize(adapted, dim=-1), params["head"])
+        return F.normalize(x + linear(hidden, params["v"], params["v0"]), dim=-1)
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * linear(self.features(task, params, x), params["head"])

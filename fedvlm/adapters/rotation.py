@@ -31,8 +31,11 @@ class Rotation(Adapter):
         size = task.dim // self.blocks
         return {"head": classifier(task, self.init_from, seed), "skew": torch.zeros(self.blocks, size, size)}
 
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return rotate(params["skew"], x)
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * linear(rotate(params["skew"], x), params["head"])
+        return task.scale * linear(self.features(task, params, x), params["head"])
 
     def diagnose(self, task: Task, params: Params) -> Params:
         return {"condition": torch.linalg.cond(cayley(params["skew"])).amax(-1)}
