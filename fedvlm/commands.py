@@ -130,7 +130,7 @@ def _dry(jobs: list[Setup], pool: Pool) -> None:
     )
     console.out.print(
         f"private to each client: {', '.join(method.newcomer) or 'nothing'}; "
-        f"goes up: {', '.join([*method.initial, *setup.local.sends])}"
+        f"goes up: {', '.join([*method.initial, *method.sends])}"
     )
 
 
@@ -249,7 +249,7 @@ def _wire(name: str) -> list[str]:
     method = Method.build(setup.adapter, setup.local, setup.merge, task)
     return [
         ", ".join(method.newcomer) or "–",
-        f"{(nbytes(method.initial) + 4 * len(setup.local.sends) * method.trains) / 1e3:.3g}",
+        f"{(nbytes(method.initial) + 4 * len(method.sends) * method.trains) / 1e3:.3g}",
     ]
 
 

@@ -37,6 +37,7 @@ class Batch(NamedTuple):
     x: Tensor  # [clients, examples, ...]
     y: Tensor  # [clients, examples]
     weight: Tensor  # [clients, examples]: 1/(real examples), 0 for padding
+    step: int = 0  # which of a client's batches this is, the same for all side by side
 
     def mean(self, each: Tensor) -> Tensor:
         """One number a client, padding left out."""
@@ -89,9 +90,11 @@ class Data:
         share = (lane < left[..., None]) / np.clip(left, 1, size)[..., None]
         weight = torch.from_numpy(share).to(self.x.dtype)
         y = self.y[rows]
-        for active, *step in zip((at < steps * epochs).sum(1).tolist(), rows, y, weight, strict=True):
-            which, label, share = step if active == len(counts) else (part[:active] for part in step)
-            yield Batch(self.pick(which), label, share)
+        for step, (active, *plan) in enumerate(
+            zip((at < steps * epochs).sum(1).tolist(), rows, y, weight, strict=True)
+        ):
+            which, label, share = plan if active == len(counts) else (part[:active] for part in plan)
+            yield Batch(self.pick(which), label, share, step)
 
     def pick(self, rows: Tensor) -> Tensor:
         """x at these rows; a third of the time of x[rows] on a CPU (measured)."""
@@ -149,6 +152,7 @@ class Cohort:
     ids: np.ndarray
     round: int
     quorum: float = 0.0
+    rounds: int = 1  # of the whole run: schedules need it
     lost: frozenset[int] = frozenset()  # clients that will not answer (a rehearsal of failures)
     bytes_down: int = 0
     bytes_up: int = 0

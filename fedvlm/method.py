@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.core import Cohort, Data, FedvlmError, Params, State, lift
+from fedvlm.core import Cohort, Data, FedvlmError, Params, State, lift, only
 from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 
-STEPS = ("train", "score", "diagnose")  # what a server may ask of a client; nothing else crosses the wire
+STEPS = ("train", "gauge", "score", "diagnose")  # what a server may ask of a client; nothing else crosses the wire
+
+
+GAUGES = ("before", "after")  # validation loss of what was sent and of what was trained, where a merge needs them
+
+Parts = Iterator[tuple[Tensor, Tensor, np.ndarray]]  # correct, loss and cell of some examples
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Method:
 
     @classmethod
     def build(cls, adapter: Adapter, local: Sgd, merge: Mean, task: Task, seed: int = 0) -> Method:
-        missing = [n for n in merge.needs if n not in local.sends]
+        missing = [n for n in merge.needs if n not in (*local.sends, *GAUGES)]
         if missing:
             raise FedvlmError(
                 f"merge={name_of(merge)} needs uploads named {', '.join(missing)}, and local={name_of(local)} sends "
@@ -60,6 +65,20 @@ class Method:
         """Whether there is a shared model at all: not where everything trained is private."""
         return bool(self.initial) or not self.newcomer
 
+    @property
+    def personalises(self) -> bool:
+        """Whether a client's own model differs from the shared one."""
+        return bool(self.newcomer) or self.local.adapts
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """What goes up in training beside the shared parameters: the local rule's numbers and what the merge gauges."""
+        return (*self.local.sends, *(n for n in GAUGES if n in self.merge.needs))
+
+    def shared(self, down: Params) -> Params:
+        """The shared model, as a newcomer gets it."""
+        return self.local.personal(lift(self.newcomer), lift(down))
+
     def init(self, clients: int) -> State:
         return State(dict(self.initial), dict(self.newcomer), self.merge.init(clients))
 
@@ -69,7 +88,12 @@ class Method:
     def play(self, step: str, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
         """A client step by name: (own rows, message, data) → (own rows, reply), for a few clients side by side."""
         if step == "train":
-            return self.local.train(self.model, own, down, data)
+            before = self.gauge(own, lift(down), data) if "before" in self.sends else {}
+            own, up = self.local.train(self.model, own, down, data)
+            after = self.gauge(own, only(up, down), data) if "after" in self.sends else {}
+            return own, up | {name: v["val"] for name, v in (("before", before), ("after", after)) if v}
+        if step == "gauge":
+            return own, self.gauge(own, lift(down), data)
         if step == "score":
             return own, self.score(own, down, data)
         if step == "diagnose":
@@ -85,13 +109,35 @@ class Method:
         count = np.diff(data.bounds, axis=1)
         up = {"count": torch.from_numpy(count).to(data.x.dtype)}
         if self.generalises:
-            shared = self.local.personal(lift(self.newcomer), lift(down))
-            up |= tally("shared", cells, ((*self._each(shared, x, y[None]), c[None]) for x, y, c in data.blocks()))
-        if self.newcomer:
-            mine = self.local.personal(own, lift(down))
-            lanes = ((*self._each({k: v[: len(y)] for k, v in mine.items()}, x, y), c) for x, y, c in data.lanes())
-            up |= tally("personal", cells, lanes)
+            up |= tally("shared", cells, self._together(self.shared(down), data))
+        if self.personalises:
+            mine = self.local.adapt(self.model, own, lift(down), data)
+            up |= tally("personal", cells, self._apart(mine, data))
         return up
+
+    @torch.no_grad()
+    def gauge(self, own: Params, shared: Params, data: Data) -> Params:
+        """The mean validation loss of these shared parameters with each client's private ones (an adapter's, not a
+        rule's copy); on training data where a client has no validation data."""
+        low, mid, high = data.bounds[:, 0], data.bounds[:, 1], data.bounds[:, 2]
+        some = high > mid
+        first, last = np.where(some, mid, low), np.where(some, high, mid)
+        held_out = replace(data, bounds=np.stack([first, last, last, last], axis=1))
+        params = shared | only(own, self.adapter.private)
+        one_for_all = all(len(v) == 1 for v in params.values())
+        parts = (self._together if one_for_all else self._apart)(params, held_out)
+        loss = tally("v", 3 * len(data), parts)["v.loss"][:, 0]
+        return {"val": loss / torch.from_numpy(np.maximum(last - first, 1)).to(loss.dtype)}
+
+    def _together(self, params: Params, data: Data) -> Parts:
+        """All examples through one model."""
+        for x, y, cells in data.blocks():
+            yield *self._each(params, x, y[None]), cells
+
+    def _apart(self, params: Params, data: Data) -> Parts:
+        """Each client's examples through its own."""
+        for x, y, cells in data.lanes():
+            yield *self._each({k: v[: len(y)] for k, v in params.items()}, x, y), cells
 
     def _each(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model.logits(params, x)
@@ -100,7 +146,7 @@ class Method:
         return (guess == y).flatten(), loss.flatten()
 
 
-def tally(view: str, cells: int, parts: Any) -> Params:
+def tally(view: str, cells: int, parts: Parts) -> Params:
     """Sums of correct and loss by cell; cell −1 is padding."""
     sums = np.zeros((2, cells + 1))
     for correct, loss, cell in parts:

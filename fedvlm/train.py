@@ -145,7 +145,7 @@ def sample(setup: Setup, federation: Federation, engine: Stacked | Loopback, rou
     size = max(1, int(np.ceil(config.participation * len(able))))
     ids = np.sort(draw.permutation(able)[:size])
     lost = frozenset(int(i) for i in ids[draw.random(len(ids)) < config.dropout])
-    return Cohort(engine, ids, round, config.quorum, lost)
+    return Cohort(engine, ids, round, config.quorum, config.rounds, lost)
 
 
 def diagnose(
@@ -163,13 +163,15 @@ def outputs(method: Method, federation: Federation, engine: Stacked, shared: Par
     kept: dict[str, list[torch.Tensor]] = defaultdict(list)
     for i in range(federation.scored):
         low, high = (int(b) for b in federation.data.bounds[i, 2:])
-        x, own = federation.data.x[None, low:high], engine.rows.read(np.array([i]), round)
+        me = np.array([i])
+        x, own = federation.data.x[None, low:high], engine.rows.read(me, round)
         kept["label"].append(federation.data.y[low:high])
         kept["client"].append(torch.full((high - low,), i))
         kept["item"].append(torch.from_numpy(federation.items[low:high]))
-        views = {"shared": lift(method.newcomer)} if method.generalises else {}
-        for view, row in (views | ({"personal": own} if method.newcomer else {})).items():
-            params = method.local.personal(row, lift(shared))
+        views = {"shared": method.shared(shared)} if method.generalises else {}
+        if method.personalises:
+            views["personal"] = method.local.adapt(method.model, own, lift(shared), engine.at(me, round))
+        for view, params in views.items():
             kept[f"{view}.logits"].append(method.model.logits(params, x)[0])
             kept[f"{view}.features"].append(method.adapter.features(method.task, params, x)[0])
     return save({k: torch.cat(v).contiguous() for k, v in kept.items()})
@@ -202,7 +204,7 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, 
     """What a round will send and take, before anything runs: bytes are exact, seconds from a few timed batches."""
     able = federation.seen
     asked = max(1, int(np.ceil(setup.config.participation * len(able))))
-    extra = len(setup.local.sends) * 4
+    extra = len(method.sends) * 4
     sizes = federation.data.counts("train")
     first = int(able[sizes[able].argmax()])
     few = min(int(sizes[first]), 8 * setup.local.batch)

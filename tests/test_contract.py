@@ -79,7 +79,7 @@ def parts_of(method):
 def test_private_never_goes_up(method, data):
     engine = Stacked(method, data, 6)
     for _, up in engine.run("train", ABLE, method.initial, 1, 0):
-        assert set(up) == set(method.initial) | set(method.local.sends)
+        assert set(up) == set(method.initial) | set(method.sends)
         assert not set(up) & set(method.newcomer)
         assert all(len(v) == len(ABLE) for v in up.values())
 
@@ -146,8 +146,8 @@ def test_goes_on_bit_for_bit(method, data, tmp_path):
 def test_bytes_are_exact(method, data):
     *_, cohort = play(method, data, 6, rounds=1, lost=frozenset({1}))
     shared = sum(v.numel() for v in method.initial.values()) * 8
-    assert cohort.bytes_down == 5 * shared
-    assert cohort.bytes_up == 4 * (shared + 8 * len(method.local.sends))
+    assert cohort.bytes_down == cohort.exchange * 5 * shared
+    assert cohort.bytes_up == 4 * (shared + 8 * len(method.sends)) + (cohort.exchange - 1) * 4 * 8
 
 
 def test_a_newcomer_is_defined(method, data):

@@ -39,6 +39,7 @@ class Adapter:
 
     reads: ClassVar[str] = "embedding"  # the view of an image it needs; black boxes serve "embedding" only
     transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
+    aligns: ClassVar[str] = "images"  # what an alignment compares: adapted image features, or class vectors ("classes")
     watches: ClassVar[tuple[str, ...]] = ()  # what `diagnose` tells, one number a client
 
     def init(self, task: Task, seed: int) -> Params:

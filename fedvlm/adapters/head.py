@@ -15,6 +15,7 @@ class Head(Adapter):
     init_from: Literal["text", "random"] = "text"  # where the classifier starts
 
     transposes: ClassVar[bool] = True
+    aligns: ClassVar[str] = "classes"
 
     def init(self, task: Task, seed: int) -> Params:
         return {"head": classifier(task, self.init_from, seed)}

@@ -89,9 +89,11 @@ class Loopback:
         kind = torch.get_default_dtype()
         if step == "train":
             shared = {k: (torch.Size([1, *v.shape]), v.dtype) for k, v in down.items()}
-            return shared | {k: (torch.Size([1]), kind) for k in self.method.local.sends}
+            return shared | {k: (torch.Size([1]), kind) for k in self.method.sends}
+        if step == "gauge":
+            return {"val": (torch.Size([1]), kind)}
         if step == "score":
-            views = ["shared"] * self.method.generalises + ["personal"] * bool(self.method.newcomer)
+            views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
             names = ["count"] + [f"{v}.{what}" for v in views for what in ("correct", "loss")]
             return {k: (torch.Size([1, 3]), kind) for k in names}
         return {k: (torch.Size([1]), kind) for k in self.method.adapter.watches}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedvlm.core import Data, Params, lift, only, spread
+from fedvlm.local import copies
 from fedvlm.local.descent import Pace, Slopes, descend
 from fedvlm.local.model import Model, Objective
 
@@ -13,22 +14,38 @@ from fedvlm.local.model import Model, Objective
 @dataclass(frozen=True)
 class Sgd(Pace):
     objective: Objective = "cross-entropy"
+    keep: bool = False  # a client keeps the model it trained last as its own (else its own is the shared one)
 
     sends: ClassVar[tuple[str, ...]] = ("n", "loss")  # what goes up beside the shared parameters: one number each
+    adapts: ClassVar[bool] = False  # whether `adapt` does more than `personal`
 
     def rows(self, shared: Params) -> Params:
         """What this rule keeps on a client beside the adapter's private names: the newcomer's row."""
-        return {}
+        return copies.empty(shared) if self.keep else {}
 
     def slopes(self, model: Model, anchor: Params) -> Slopes:
         """What is descended; `anchor` is what was sent. The place for a rule of your own to differ."""
         return model.slopes(self.objective)
 
+    def walk(self, model: Model, params: Params, down: Params, data: Data) -> Params:
+        """Trains `params`, the shared and the private ones, in place; the mean loss of each client."""
+        return {"loss": descend(self, params, data, self.slopes(model, lift(down)))}
+
+    def own_copy(self, model: Model, own: Params, down: Params, trained: Params, data: Data) -> Params:
+        """What is kept: the model as trained."""
+        return only(trained, down)
+
     def train(self, model: Model, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
-        params = spread(down, len(data)) | own
-        loss = descend(self, params, data, self.slopes(model, lift(down)))
-        return only(params, own), only(params, down) | {"n": data.sizes(), "loss": loss}
+        private = copies.adapters(own)
+        params = spread(down, len(data)) | private
+        told = self.walk(model, params, down, data)
+        kept = copies.keep(self.own_copy(model, own, down, params, data)) if self.keep else {}
+        return only(params, private) | kept, only(params, down) | {"n": data.sizes()} | told
 
     def personal(self, own: Params, down: Params) -> Params:
         """The model a client uses for itself."""
-        return down | own
+        return copies.adapters(own) | (copies.recall(own, down) if self.keep else down)
+
+    def adapt(self, model: Model, own: Params, down: Params, data: Data) -> Params:
+        """The same at test time, for rules that first look at the client's training data."""
+        return self.personal(own, down)

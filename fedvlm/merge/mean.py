@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,16 +16,20 @@ from fedvlm.core import Cohort, Params, State, lift, only
 class Mean:
     weights: Literal["size", "uniform"] = "size"
     cosine: bool = False  # also record the mean cosine between clients' updates (FedOT's Table 2)
+    gaps: bool = False  # also record what averaging costs each client: loss of the mean − loss of its own model
 
-    needs: ClassVar[tuple[str, ...]] = ("n", "loss")
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What must come up beside the shared parameters."""
+        return ("n", "loss", "before", "after") if self.gaps else ("n", "loss")
 
     def init(self, clients: int) -> Params:
-        return {}
+        return {"after": torch.full((clients,), torch.nan)} if self.gaps else {}
 
     def round(self, state: State, cohort: Cohort) -> State:
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in state.shared.items()}
         weights: dict[int, float] = {}
-        agreement = Agreement()
+        agreement, gaps = Agreement(), Gaps(state.server)
         losses = 0.0
         for ids, up in cohort.stream("train", state.shared):
             weight = up["n"] if self.weights == "size" else torch.ones_like(up["n"])
@@ -34,12 +39,42 @@ class Mean:
             losses += float(weight @ up["loss"])
             if self.cosine and total:
                 agreement.add(only(up, total), lift(state.shared))
+            if self.gaps:
+                gaps.add(ids, up)
         scale = sum(weights.values())
-        cohort.notes["weights"] = {i: w / scale for i, w in weights.items()}
-        cohort.notes["loss"] = losses / scale
+        cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale} | gaps.notes()
         if agreement.clients > 1:
             cohort.notes["cosine"] = agreement.mean()
-        return state._replace(shared={k: (v / scale).to(state.shared[k].dtype) for k, v in total.items()})
+        shared = {k: (v / scale).to(state.shared[k].dtype) for k, v in total.items()}
+        return state._replace(shared=shared, server=state.server | gaps.kept)
+
+
+class Gaps:
+    """G_i = L_i(w_g) − L_i(w_i), on validation: what the last mean cost each client.
+
+    A client gauges what it is sent before it trains, so the gap of a round is known one round later, and costs no
+    message of its own: `before` of this round less `after` of the one before.
+    """
+
+    def __init__(self, server: Params):
+        self.kept: Params = {"after": server["after"].clone()} if "after" in server else {}
+        self.found: dict[int, float] = {}
+
+    def add(self, ids: np.ndarray, up: Params) -> None:
+        at = torch.from_numpy(ids)
+        gap = up["before"] - self.kept["after"][at]
+        self.kept["after"][at] = up["after"]
+        self.found |= {i: g for i, g in zip(ids.tolist(), gap.tolist(), strict=True) if g == g}
+
+    def notes(self) -> Params:
+        if len(self.found) < 2:
+            return {}
+        return {"gaps": dict(self.found), "gap_variance": float(np.var(list(self.found.values())))}  # type: ignore[dict-item]
+
+
+def combine(up: Params, names: Params, weight: Tensor) -> Params:
+    """Σ aᵢ wᵢ over replies [clients, ...]."""
+    return {k: torch.tensordot(weight.to(up[k].dtype), up[k], dims=1) for k in names}
 
 
 class Agreement:

@@ -1,0 +1,62 @@
+"""PerFedAvg, first order (Fallah et al., 2020): learn a start from which one step adapts.
+
+w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇L(w′; second half).  At test a client takes `steps` such inner
+steps from the shared model on its own training data. A newcomer has no labels to adapt with and takes the shared model.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Batch, Data, Params
+from fedvlm.local.descent import Slopes
+from fedvlm.local.model import Model
+from fedvlm.local.sgd import Sgd
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Sgd):
+    inner: float = 0.01  # α, the inner step
+    steps: int = 1  # inner steps at test
+
+    adapts: ClassVar[bool] = True
+
+    def slopes(self, model: Model, anchor: Params) -> Slopes:
+        plain = super().slopes(model, anchor)
+
+        def meta(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+            first, second = halves(batch)
+            _, found = plain(now, first)
+            ahead = {k: v - self.inner * f for (k, v), f in zip(now.items(), found, strict=True)}
+            each, found = plain(ahead, second)
+            return each, list(found)
+
+        return meta
+
+    def adapt(self, model: Model, own: Params, down: Params, data: Data) -> Params:
+        params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, down).items()}
+        plain = super().slopes(model, down)
+        if not params:
+            return params
+        for _, batch in zip(
+            range(self.steps), data.batches(max(1, int(data.counts("train").max(initial=1)))), strict=False
+        ):
+            now = {k: v[: len(batch.y)] for k, v in params.items()}
+            _, found = plain(now, batch)
+            moved = {k: v - self.inner * f for (k, v), f in zip(now.items(), found, strict=True)}
+            params = {k: torch.cat([moved[k], v[len(batch.y) :]]) for k, v in params.items()}
+        return params
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch]:
+    """Even and odd examples; a client with one example uses it for both."""
+    real = (batch.weight > 0).to(batch.weight.dtype)
+    lane = torch.arange(batch.y.shape[1])
+    parts = []
+    for odd in (0, 1):
+        mine = real * (lane % 2 == odd)
+        mine = torch.where(mine.sum(-1, keepdim=True) > 0, mine, real)
+        parts.append(batch._replace(weight=mine / mine.sum(-1, keepdim=True)))
+    return parts[0], parts[1]

@@ -1,0 +1,30 @@
+"""AFL (Mohri et al., 2019): the mixture of clients that is worst for the model.  λ ← Proj(λ + γ L_i(w_g)), w = Σ λ_i w_i."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Cohort, State
+from fedvlm.merge.ga import Ga, share
+from fedvlm.merge.mean import Gaps
+
+
+@dataclass(frozen=True)
+class Afl(Ga):
+    pace: float = 0.1  # γ
+
+    def round(self, state: State, cohort: Cohort) -> State:
+        gaps = Gaps(state.server)
+        ids, up = cohort.ask("train", state.shared)
+        gaps.add(ids, up)
+        weight = share(state.server["weight"][torch.from_numpy(ids)])
+        weight = simplex(weight + self.pace * up["before"].double())
+        return self.finish(state, cohort, ids, up, weight, gaps)
+
+
+def simplex(point: Tensor) -> Tensor:
+    """The nearest point with entries ≥ 0 that sum to 1 (Duchi et al., 2008)."""
+    ordered = point.sort(descending=True).values
+    level = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1, dtype=point.dtype)
+    return (point - level[int((ordered > level).nonzero()[-1])]).clamp(min=0)

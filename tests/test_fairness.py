@@ -1,0 +1,258 @@
+"""GA, FAA, AFL, q-FFL and the robust merges against closed forms, brute force and liars; BGP and its alignment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_data, random_task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_contract import ABLE, build, close, play
+
+from fedvlm.core import Cohort
+from fedvlm.engines.stacked import Stacked
+from fedvlm.local.bgp import Bgp, coral
+from fedvlm.local.sgd import Sgd
+from fedvlm.merge.afl import simplex
+from fedvlm.merge.faa import fair, slopes
+from fedvlm.merge.ga import Ga
+from fedvlm.method import Method
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def problem(clients: int, seed: int):
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.rand(clients, generator=draw, dtype=torch.float64) + 0.01
+    slope = torch.rand(clients, generator=draw, dtype=torch.float64) * 2 + 0.05
+    gap = torch.randn(clients, generator=draw, dtype=torch.float64)
+    return weight / weight.sum(), slope, gap
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 10**6))
+def test_faa_is_equation_10_where_feasible_and_the_fairest_point_elsewhere(clients, seed):
+    weight, slope, gap = problem(clients, seed)
+    level = (slope * gap).sum() / slope.sum()
+    plain = weight + slope * (gap - level)
+    found = fair(weight, slope, gap)
+    assert found.min() >= 0 and float(found.sum()) == pytest.approx(1, abs=1e-12)
+    if plain.min() >= 0:
+        assert (found - plain).abs().max() < 1e-9
+    worst = (gap - (found - weight) / slope).max()
+    assert float(worst) == pytest.approx(float(smallest_worst(weight, slope, gap)), abs=1e-9)
+
+
+def smallest_worst(weight, slope, gap):
+    """min over the simplex of the largest linear-model gap, by bisection on the level: a level g is reachable when the
+    weight it takes to bring every gap down to g, Σ max(0, a + K(G − g)), is at most 1."""
+    low, high = float((gap - 100).min()), float(gap.max() + 100)
+    for _ in range(200):
+        middle = (low + high) / 2
+        need = (weight + slope * (gap - middle)).clamp(min=0).sum()
+        low, high = (low, middle) if need <= 1 else (middle, high)
+    return high
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 4), st.integers(0, 10**5))
+def test_no_point_of_the_simplex_is_fairer(clients, seed):
+    weight, slope, gap = problem(clients, seed)
+    found = fair(weight, slope, gap)
+    mine = (gap - (found - weight) / slope).max()
+    others = torch.distributions.Dirichlet(torch.ones(clients, dtype=torch.float64)).sample((4000,))
+    assert mine <= (gap - (others - weight) / slope).amax(-1).min() + 1e-12
+
+
+def test_the_sheets_example_leaves_the_simplex_and_is_brought_back():
+    weight, slope, gap = (torch.tensor(v) for v in ([0.2, 0.3, 0.5], [0.8, 1.5, 0.6], [0.9, 0.05, 0.3]))
+    level = (slope * gap).sum() / slope.sum()
+    assert torch.allclose(weight + slope * (gap - level), torch.tensor([0.651, -0.129, 0.478]), atol=1e-3)
+    found = fair(weight, slope, gap)
+    assert found[1] == 0 and found.sum() == pytest.approx(1)
+
+
+def test_degenerate_slopes_are_replaced_or_refused():
+    weight, moved = torch.tensor([0.25] * 4), torch.tensor([0.30, 0.20, 0.26, 0.24])
+    gap = torch.tensor([1.0, 0.5, 0.7, 0.6])
+    then = torch.tensor([0.9, 0.5, 0.8, 0.65])  # fine · did not move · wrong sign · fine
+    found = slopes(weight, moved, gap, then)
+    assert torch.allclose(found, torch.tensor([0.5, 0.2, 0.2, 0.2])) and (found > 0).all()
+    assert slopes(weight, weight, gap, gap) is None
+    assert slopes(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1)) is None
+
+
+def test_ga_moves_towards_the_hurt_and_stands_still_without_gaps():
+    weight = torch.tensor([0.25] * 4)
+    assert torch.equal(Ga().adjust(weight, torch.zeros(4), 1, 10), weight)
+    moved = Ga().adjust(weight, torch.tensor([1.0, 0.0, -0.5, 0.0]), 1, 10)
+    raw = torch.tensor([0.25 + 0.05, 0.25, 0.25 - 0.025, 0.25])
+    torch.testing.assert_close(moved, raw / raw.sum())
+    later = Ga().adjust(weight, torch.tensor([1.0, 0.0, -0.5, 0.0]), 10, 10)
+    assert later[0] < moved[0]
+
+
+@pytest.mark.parametrize("merge", ["ga", "faa", "afl", "qffl"])
+def test_weights_stay_on_the_simplex_whoever_answers(merge):
+    method, data = build("head", "sgd", merge), random_data(random_task())
+    engine, state = Stacked(method, data, 6), None
+    state = method.init(6)
+    for round, lost in enumerate([(), (1, 2), (), (0, 1, 2, 3), (4,)], start=1):
+        cohort = Cohort(engine, ABLE, round, rounds=5, lost=frozenset(lost))
+        state = method.round(state, cohort)
+        weights = cohort.notes["weights"]
+        assert set(weights) == set(ABLE.tolist()) - set(lost)
+        assert min(weights.values()) >= 0 and sum(weights.values()) == pytest.approx(1)
+        assert state.shared["head"].isfinite().all()
+
+
+def test_the_gap_of_a_round_arrives_with_the_next():
+    """before(t + 1) − after(t), against the gap gauged directly after round t."""
+    method, data = build("head", "sgd", "ga"), random_data(random_task())
+    engine = Stacked(method, data, 6)
+    first = method.round(method.init(6), Cohort(engine, ABLE, 1, rounds=3))
+    _, told = Cohort(engine, ABLE, 1).ask("gauge", first.shared)
+    direct = told["val"] - first.server["after"][:5]
+    cohort = Cohort(engine, ABLE, 2, rounds=3)
+    method.round(first, cohort)
+    torch.testing.assert_close(torch.tensor(list(cohort.notes["gaps"].values())), direct)
+
+
+def test_faa_asks_twice_more_and_every_k_only_then():
+    method, data = build("head", "sgd", "faa"), random_data(random_task())
+    rare = Method.build(method.adapter, method.local, replace(method.merge, every=3), method.task, 5)
+    for kind, counts in ((method, [3, 3, 3]), (rare, [1, 1, 3])):
+        state, engine = kind.init(6), Stacked(kind, data, 6)
+        for round, count in enumerate(counts, start=1):
+            cohort = Cohort(engine, ABLE, round, rounds=3)
+            state = kind.round(state, cohort)
+            assert cohort.exchange == count
+            assert cohort.bytes_down == count * 5 * 8 * state.shared["head"].numel()
+
+
+def test_the_nearest_point_of_the_simplex():
+    for seed in range(20):
+        point = torch.randn(6, generator=torch.Generator().manual_seed(seed))
+        found = simplex(point)
+        assert found.min() >= 0 and float(found.sum()) == pytest.approx(1)
+        others = torch.distributions.Dirichlet(torch.full((6,), 0.5)).sample((3000,))
+        assert (found - point).norm() <= (others - point).norm(dim=1).min() + 1e-12
+
+
+def test_q_zero_is_the_uniform_mean():
+    data = random_data(random_task())
+    qffl = build("head", "sgd", "qffl")
+    qffl = Method.build(qffl.adapter, qffl.local, replace(qffl.merge, q=0.0), qffl.task, 5)
+    mean = build("head", "sgd", "mean")
+    mean = Method.build(mean.adapter, mean.local, replace(mean.merge, weights="uniform"), mean.task, 5)
+    close(play(qffl, data, 6)[0].shared, play(mean, data, 6)[0].shared)
+
+
+class Liars:
+    """An engine in which some clients send rubbish."""
+
+    def __init__(self, engine, liars):
+        self.engine, self.liars = engine, liars
+
+    def run(self, *args):
+        for ids, up in self.engine.run(*args):
+            bad = torch.from_numpy(np.isin(ids, self.liars))
+            up["head"][bad] = 1e6
+            yield ids, up
+
+
+@pytest.mark.parametrize("merge", ["median", "trimmed", "krum"])
+def test_one_liar_does_not_move_a_robust_merge(merge):
+    data = random_data(random_task(), sizes=((20, 3, 3),) * 7)
+    ids = np.arange(7)
+    for name, moved in ((merge, False), ("mean", True)):
+        method = build("head", "sgd", name)
+        honest = method.round(method.init(7), Cohort(Stacked(method, data, 7), ids, 1)).shared["head"]
+        lied = method.round(method.init(7), Cohort(Liars(Stacked(method, data, 7), [3]), ids, 1)).shared["head"]
+        assert (lied.abs().max() > 1e4) == moved
+        if not moved:
+            assert (lied - honest).norm() < 2 * (honest - method.initial["head"]).norm()
+
+
+def test_coral_by_hand():
+    x, y = torch.randn(2, 5, 3), torch.randn(2, 5, 3)
+    weight = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).double()
+    got = coral(x, y, weight / weight.sum(-1, keepdim=True))
+    for k, n in enumerate((5, 3)):
+        a, b = x[k, :n], y[k, :n]
+        expected = (a.mean(0) - b.mean(0)).square().mean() + (torch.cov(a.T) - torch.cov(b.T)).square().mean()
+        torch.testing.assert_close(got[k], expected)
+    assert coral(x[:, :1], y[:, :1], torch.ones(2, 1)).isfinite().all()
+    assert coral(x, x, weight / weight.sum(-1, keepdim=True)).abs().max() == 0
+
+
+def test_bgp_without_alignment_is_sgd_and_with_it_stays_nearer():
+    data, task = random_data(random_task()), random_task()
+    rules = {"lr": 0.05, "batch": 4, "epochs": 2}
+    adapter = build("attention", "sgd", "mean").adapter
+    merge = build("attention", "sgd", "mean").merge
+
+    def trained(local):
+        return play(Method.build(adapter, local, merge, task, 5), data, 6, rounds=1)[0].shared
+
+    plain = trained(Sgd(**rules))
+    close(trained(Bgp(**rules, align=0.0)), plain)
+    close(trained(Bgp(**rules, phases="task")), plain)
+    start = adapter.init(task, 5)
+    far = sum((plain[k] - start[k]).square().sum() for k in start)
+    near = trained(Bgp(**rules, align=1e6, phases="aligned"))
+    assert near["w1"].isfinite().all() and far > 0
+    assert not torch.equal(trained(Bgp(**rules, align=100.0))["w1"], plain["w1"])
+
+
+def test_bgp_aligns_every_second_step():
+    task = random_task()
+    data = random_data(task, sizes=((8, 1, 1),))
+    model = build("attention", "sgd", "mean").model
+    rule = Bgp(batch=4, align=50.0)
+    anchor = {k: v[None] for k, v in model.adapter.init(task, 5).items()}
+    now = {k: v + 0.1 for k, v in anchor.items()}
+    first, second = data.batches(4)
+    assert (first.step, second.step) == (0, 1)
+    plain = model.slopes("cross-entropy")
+    a, b = rule.slopes(model, anchor)(now, first), plain(now, first)
+    assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+    a, b = rule.slopes(model, anchor)(now, second), plain(now, second)
+    assert any((x - y).abs().max() > 1e-8 for x, y in zip(a[1], b[1], strict=True))
+
+
+def test_perfedavg_by_hand():
+    """One batch of four: step ahead on the even examples, then the slope there on the odd ones."""
+    task = random_task()
+    data = random_data(task, sizes=((4, 1, 1),))
+    method = build("head", "perfedavg", "mean", batch=4, epochs=1, momentum=0.0, weight_decay=0.0, lr=0.1)
+    (batch,) = replace(data, round=1).batches(4)
+    w, s = task.names(), task.scale
+
+    def slope(w, x, y):
+        w = w.clone().requires_grad_()
+        return torch.autograd.grad(torch.nn.functional.cross_entropy(s * x @ w.T, y), w)[0]
+
+    ahead = w - 0.01 * slope(w, batch.x[0, 0::2], batch.y[0, 0::2])
+    expected = w - 0.1 * slope(ahead, batch.x[0, 1::2], batch.y[0, 1::2])
+    got = method.round(method.init(1), Cohort(Stacked(method, data, 1), np.array([0]), 1)).shared["head"]
+    torch.testing.assert_close(got, expected)
+
+
+def test_fedrep_without_private_epochs_leaves_the_private_part():
+    data = random_data(random_task())
+    still = build("rotation", "fedrep", "mean", private_epochs=0)
+    assert play(still, data, 6)[1]["skew"].abs().max() == 0
+    assert play(build("rotation", "fedrep", "mean"), data, 6)[1]["skew"].abs().max() > 0
+
+
+def test_a_kept_model_is_the_one_that_was_sent_up():
+    data = random_data(random_task())
+    method = build("head", "sgd", "mean", keep=True)
+    engine = Stacked(method, data, 6)
+    ids, up = Cohort(engine, ABLE, 1).ask("train", method.initial)
+    rows = engine.rows.read(ids, 1)
+    assert torch.equal(rows["personal.head"], up["head"]) and rows["personal.started"].eq(1).all()
