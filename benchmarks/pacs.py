@@ -21,7 +21,7 @@ from fedvlm.evaluate.views import selection
 from fedvlm.report import tables
 from fedvlm.runs import Run
 
-GRID = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 CARD = {"photo": 72.6, "art_painting": 31.5, "cartoon": 41.5, "sketch": 36.7}  # mini-clip's model card, zero-shot
 
 
