@@ -22,6 +22,7 @@ from fedvlm.data.source import open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import nearest
 from fedvlm.evaluate.views import evaluate, selection
 from fedvlm.method import Method
 from fedvlm.runs import Run
@@ -234,6 +235,8 @@ def runs_of(setup: Setup, pool: Pool) -> list[Setup]:
                 f"protocol=leave-one-domain-out needs three domains or more, and data={config.data} has "
                 f"{len(pool.source.domains)}; use a folder of domain/class/image"
             )
+        for wanted in set(config.unseen) - set(pool.source.domains):
+            raise FedvlmError(f"unseen={wanted}: no such domain; {nearest(wanted, pool.source.domains)}")
         targets = [(d,) for d in pool.source.domains if not config.unseen or d in config.unseen]
     return [setup.with_(unseen=t, seed=s, seeds=()) for t in targets for s in (config.seeds or (config.seed,))]
 
