@@ -3,7 +3,7 @@
     python benchmarks/speed.py --data ../shared/data/pacs
 
 A round is training plus the evaluation of all splits of all clients. "floor" is the time of the round's matrix products
-alone, in the shapes they have in one large piece; "naive" runs both encoders on every batch and encodes every split again
+(and, for rotations, solves) alone, in the shapes they have in one large piece; "naive" runs both encoders on every batch and encodes every split again
 each round, measured on a sample in this run. Bars are printed beside the numbers.
 """
 
@@ -108,6 +108,12 @@ def floor(method: Method, federation: Federation, batch: int) -> float:
         w, x = torch.randn(rows, cols), torch.randn(batch, cols)
         total += passes * 3 * examples / batch * timed(lambda w=w, x=x: x @ w.T)
         total += passes * timed(lambda w=w: federation.data.x @ w.T, 10)
+    if "skew" in method.newcomer:  # a factorisation with a batch of right-hand sides, and its transpose for the slope
+        a, x = torch.eye(d) + 0.01 * torch.randn(d, d), torch.randn(d, batch)
+        factors = torch.linalg.lu_factor(a)
+        solve = timed(lambda: torch.linalg.solve(a, x), 50) + timed(lambda: torch.linalg.lu_solve(*factors, x), 50)
+        total += examples / batch * solve
+        total += len(federation.seen) * timed(lambda: torch.linalg.solve(a, torch.eye(d)), 20)
     return total
 
 
