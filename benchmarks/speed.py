@@ -3,8 +3,8 @@
     python benchmarks/speed.py --data ../shared/data/pacs
 
 A round is training plus the evaluation of all splits of all clients. "floor" is the time of the round's matrix products
-(and, for rotations, solves) alone, in the shapes they have in one large piece; "naive" runs both encoders on every batch and encodes every split again
-each round, measured on a sample in this run. Bars are printed beside the numbers.
+(and, for rotations, solves) alone, in the shapes they have in one large piece; "naive" runs both encoders on every batch
+and encodes every split again each round, measured on a sample in this run. Bars are printed beside the numbers.
 """
 
 from __future__ import annotations
