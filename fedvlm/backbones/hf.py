@@ -95,11 +95,16 @@ class Towers:
         self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
 
     @cached_property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @cached_property
     def model(self) -> Any:
-        return _load(self.kind, self.folder)
+        torch.backends.cudnn.allow_tf32 = False  # features are kept: they should not depend on where they were made
+        return _load(self.kind, self.folder).to(self.device)
 
     def pixels(self, images: Sequence[Image.Image]) -> Tensor:
-        return self.processor(images=list(images), return_tensors="pt")["pixel_values"]
+        return self.processor(images=list(images), return_tensors="pt")["pixel_values"].to(self.device)
 
     @cached_property
     def processor(self) -> Any:
@@ -135,14 +140,14 @@ class Clip(Towers):
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
-        return F.normalize(self.model.visual_projection(pooled), dim=-1)
+        return F.normalize(self.model.visual_projection(pooled), dim=-1).cpu()
 
     @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         # padding to the longest phrase is exact: the tower is causal and pooled at the end-of-text token
-        tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt")
+        tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt").to(self.device)
         pooled = self.model.text_model(**tokens).pooler_output
-        return F.normalize(self.model.text_projection(pooled), dim=-1)
+        return F.normalize(self.model.text_projection(pooled), dim=-1).cpu()
 
 
 class Vision(Towers):
@@ -165,7 +170,7 @@ class Vision(Towers):
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        return F.normalize(self.model(pixel_values=self.pixels(images)).last_hidden_state[:, 0], dim=-1)
+        return F.normalize(self.model(pixel_values=self.pixels(images)).last_hidden_state[:, 0], dim=-1).cpu()
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         return None
