@@ -36,6 +36,9 @@ def identity(setup: Setup, pool: Pool) -> str:
     """Two runs with the same identity would give the same numbers."""
     decided = {k: v for k, v in setup.record().items() if k not in LOOSE}
     decided |= {"data": pool.fingerprint, "backbone": pool.backbone, "version": fedvlm.__version__}
+    decided["files"] = {
+        a: Path(n).read_text() for a, n in setup.chosen.items() if n.endswith(".py")
+    }  # parts of one's own
     return hashlib.blake2b(json.dumps(decided, sort_keys=True).encode(), digest_size=4).hexdigest()
 
 

@@ -21,7 +21,7 @@ from fedvlm.data.federation import Federation, Pool, federate, pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
-from fedvlm.engines.stacked import Stacked
+from fedvlm.engines.stacked import Stacked, stack
 from fedvlm.errors import nearest
 from fedvlm.evaluate.views import evaluate, selection
 from fedvlm.method import Method
@@ -86,8 +86,8 @@ def connect(setup: Setup, method: Method, federation: Federation, run: Run) -> S
             raise FedvlmError("partition=pooled has no clients to put into processes; use engine=serial")
         return Loopback(setup, method, federation, data, run.folder / "clients", run.log)
     chunk = 1 if config.engine == "serial" else config.chunk
-    if config.engine == "stacked" and not chunk:
-        chunk = len(data)
+    if config.engine == "stacked":
+        chunk = max(2, chunk or stack(method))
     return Stacked(method, data, chunk, run.folder / "rows.bin", run.log)
 
 
@@ -133,9 +133,10 @@ def _rounds(
 
 def account(cohort: Cohort, federation: Federation) -> dict[str, Any]:
     """What the round's exchanges were."""
-    notes = dict(cohort.notes)
-    if "weights" in notes:
-        notes["weights"] = {federation.names[i]: w for i, w in notes["weights"].items()}
+    by_client = {
+        k: {federation.names[i]: x for i, x in v.items()} for k, v in cohort.notes.items() if isinstance(v, dict)
+    }
+    notes = cohort.notes | by_client
     return notes | {"asked": len(cohort.ids), "bytes_down": cohort.bytes_down, "bytes_up": cohort.bytes_up}
 
 

@@ -11,7 +11,7 @@ from conftest import random_data, random_task
 from test_contract import ABLE, build
 from test_engines import run
 
-from fedvlm.core import Cohort, State
+from fedvlm.core import Cohort, Data, State
 from fedvlm.engines.stacked import Stacked
 from fedvlm.evaluate.views import selection
 from fedvlm.train import result
@@ -49,6 +49,20 @@ def test_every_training_row_is_seen_once_an_epoch(double):
     for k, i in enumerate(order):
         low, high = data.bounds[i, :2]
         assert sorted(seen[k]) == sorted(list(range(low, high)) * 3)
+
+
+def test_one_large_client_among_many_small_costs_no_memory_for_all(double):
+    import tracemalloc
+
+    sizes = np.array([40_000] + [1] * 800)
+    ends = sizes.cumsum()
+    bounds = np.stack([ends - sizes, ends, ends, ends], axis=1)
+    data = Data(torch.zeros(ends[-1], 1), torch.zeros(ends[-1], dtype=torch.long), bounds, np.arange(801))
+    tracemalloc.start()
+    count = sum(len(batch.y) for batch in data.batches(4))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 10_000 + 800 and peak < 50e6  # planned at once it would be 10,000 × 801 × 4 rows: 256 MB
 
 
 def test_the_headline_is_never_the_best_test_round(images, tmp_path):

@@ -10,7 +10,12 @@ from fedvlm.cli import main
 from fedvlm.runs import Run
 
 PACS = Path(__file__).parent.parent.parent / "shared" / "data" / "pacs"
-CARD = {"photo": 0.664, "art_painting": 0.336, "cartoon": 0.459, "sketch": 0.440}  # balanced classes, from the model card
+CARD = {
+    "photo": 0.664,
+    "art_painting": 0.336,
+    "cartoon": 0.459,
+    "sketch": 0.440,
+}  # balanced classes, from the model card
 
 
 @pytest.mark.skipif(not PACS.is_dir(), reason="PACS is not beside this checkout")

@@ -91,6 +91,24 @@ def test_the_same_run_is_recognised(images, tmp_path):
     assert (first.folder / "state.safetensors").stat().st_mtime_ns == stamp
 
 
+def test_an_idea_that_was_edited_is_another_run(images, tmp_path):
+    idea = tmp_path / "idea.py"
+    code = (
+        "from dataclasses import dataclass\nfrom fedvlm.adapters.head import Head\n\n\n"
+        "@dataclass(frozen=True)\nclass Idea(Head):\n    pass\n"
+    )
+    idea.write_text(code)
+    run(images, tmp_path / "run", adapter=str(idea))
+    idea.write_text(code + "# better\n")
+    with pytest.raises(FedvlmError, match="holds another run"):
+        run(images, tmp_path / "run", adapter=str(idea))
+
+
+def test_gaps_are_told_by_name(images, tmp_path):
+    last = run(images, tmp_path / "run", merge="ga").rounds()[-1]
+    assert set(last["gaps"]) == set(last["weights"]) == {"noto", "twemoji"} and last["gap_variance"] >= 0
+
+
 def test_another_run_in_the_folder_is_not_overwritten(images, tmp_path):
     run(images, tmp_path / "run")
     with pytest.raises(FedvlmError, match="differs in local"):
