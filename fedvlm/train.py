@@ -183,10 +183,12 @@ def result(method: Method, federation: Federation, records: list[dict[str, Any]]
     """The last round, and the round chosen on validation; never the best on test."""
     scored = [r for r in records if "personal" in r]
     chosen = max(scored, key=lambda r: (selection(r), -r["round"]))
+    spread = [r["gap_variance"] for r in records if "gap_variance" in r]
     return {
         "last": scored[-1],
         "selected": chosen,
         "parameters": {"shared": count(method.initial), "private": count(method.newcomer)},
+        "gap_variance": round_off(float(np.mean(spread[len(spread) // 2 :]))) if spread else None,  # of the second half
         "bytes_down": sum(r["bytes_down"] for r in records),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "seconds": round_off(sum(r["seconds"] for r in records)),

@@ -53,7 +53,21 @@ def summary(accuracy: np.ndarray, loss: np.ndarray) -> dict[str, Any]:
         if len(known):
             out[split] = number(known.mean())
             out[f"{split}_loss"] = number(loss[~np.isnan(loss[:, j]), j].mean())
-    return out
+    return out | fairness(accuracy[:, SPLITS.index("test")])
+
+
+def fairness(accuracy: np.ndarray) -> dict[str, float | None]:
+    """How evenly it is spread over clients, on test: the mean of the worst and of the best tenth (at least one client),
+    and the variance."""
+    known = np.sort(accuracy[~np.isnan(accuracy)])
+    if len(known) < 2:
+        return {}
+    tenth = max(1, len(known) // 10)
+    return {
+        "worst": number(known[:tenth].mean()),
+        "best": number(known[-tenth:].mean()),
+        "variance": number(known.var()),
+    }
 
 
 def headline(record: dict[str, Any]) -> dict[str, float | None]:

@@ -17,6 +17,7 @@ from fedvlm.evaluate.protocols import by_seed, partial, target
 from fedvlm.runs import LOOSE, Run
 
 METRICS = ("G", "P", "C")
+FAIR = ("worst", "best")  # of the clients' own models, in percent
 DASH = "–"
 
 
@@ -32,46 +33,69 @@ def summarise(runs: list[Run], select: str = "last", apart: bool = True) -> Tabl
     """select: `last` round, or `selected` on validation; never the best on test. apart=False puts all of a method's
     runs into one row whatever their settings (where each target has a learning rate of its own)."""
     groups = grouped(runs, apart)
-    table = Table(["method"], [])
-    published = False
-    for name, infos in groups.items():
-        seeds = by_seed(infos, select)
-        row: dict[str, str] = {"method": name}
-        value: dict[str, Any] = {"method": name}
-        for metric in METRICS:
-            found = [100 * s[metric] for s in seeds.values() if s[metric] is not None]  # type: ignore[operator]
-            complete = len(found) == len(seeds) and bool(found)
-            value[metric] = float(np.mean(found)) if complete else None
-            value[f"{metric}_std"] = float(np.std(found, ddof=1)) if complete and len(found) > 1 else None
-            row[metric] = plus_minus(value[metric], value[f"{metric}_std"])
-        value["by_seed"] = {s: 100 * v["C"] for s, v in seeds.items() if v["C"] is not None}
-        results = [i["result"] for i in infos]
-        trained = [max(1, r["last"]["round"]) for r in results]
-        value |= {
-            "runs": len(infos),
-            "seeds": len(seeds),
-            "up_mb": float(np.mean([r["bytes_up"] / t for r, t in zip(results, trained, strict=True)])) / 1e6,
-            "down_mb": float(np.mean([r["bytes_down"] / t for r, t in zip(results, trained, strict=True)])) / 1e6,
-            "seconds": float(np.mean([r["seconds"] for r in results])),
-            "shared": results[0]["parameters"]["shared"],
-            "private": results[0]["parameters"]["private"],
-        }
-        row |= {
-            "MB up/round": f"{value['up_mb']:.3g}",
-            "shared": f"{value['shared']:,}",
-            "private": f"{value['private']:,}",
-            "seconds": f"{value['seconds']:.3g}",
-        }
-        paper = paper_numbers(infos[0])
-        if paper:
-            published = True
-            row["paper G/P/C"] = " / ".join(f"{paper[m]:.2f}" if m in paper else DASH for m in METRICS)
-            value |= {f"paper_{m}": paper.get(m) for m in METRICS}
-        table.rows.append(row)
-        table.values.append(value)
-    table.columns += [*METRICS, *(["paper G/P/C"] if published else []), "MB up/round", "shared", "private", "seconds"]
-    table.notes = notes(groups, select, published)
-    return table
+    values = [
+        {"method": name} | scores(g, select) | fairness(g, select) | costs(g) | paper(g) for name, g in groups.items()
+    ]
+    shown = ["method", *METRICS]
+    keys = {"paper G/P/C": [f"paper_{m}" for m in METRICS], "worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
+    shown += [column for column, needs in keys.items() if any(v.get(k) is not None for v in values for k in needs)]
+    shown += ["MB up/round", "shared", "private", "seconds"]
+    published = "paper G/P/C" in shown
+    return Table(shown, [cells(v) for v in values], notes(groups, select, published), values)
+
+
+def scores(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
+    """G, P, C in percent with their standard deviation over seeds; None where a method has no such model."""
+    seeds = by_seed(infos, select)
+    out: dict[str, Any] = {"runs": len(infos), "seeds": len(seeds)}
+    for metric in METRICS:
+        found = [100 * s[metric] for s in seeds.values() if s[metric] is not None]  # type: ignore[operator]
+        whole = bool(found) and len(found) == len(seeds)
+        out[metric] = float(np.mean(found)) if whole else None
+        out[f"{metric}_std"] = float(np.std(found, ddof=1)) if whole and len(found) > 1 else None
+    return out | {"by_seed": {s: 100 * v["C"] for s, v in seeds.items() if v["C"] is not None}}
+
+
+def fairness(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
+    """The worst and best tenth of the clients' own models in percent, and the variance of what averaging costs them."""
+    results = [i["result"] for i in infos]
+    found = {key: [r[select].get("personal", {}).get(key) for r in results] for key in FAIR}
+    found["gap_variance"] = [r.get("gap_variance") for r in results]
+    return {
+        k: None if any(x is None for x in v) else float(np.mean(v)) * (100 if k in FAIR else 1)
+        for k, v in found.items()
+    }
+
+
+def costs(infos: list[dict[str, Any]]) -> dict[str, Any]:
+    results = [i["result"] for i in infos]
+    rounds = [max(1, r["last"]["round"]) for r in results]
+    wire = {way: [r[f"bytes_{way}"] / n / 1e6 for r, n in zip(results, rounds, strict=True)] for way in ("up", "down")}
+    return {
+        **{f"{way}_mb": float(np.mean(sizes)) for way, sizes in wire.items()},
+        "seconds": float(np.mean([r["seconds"] for r in results])),
+        **results[0]["parameters"],
+    }
+
+
+def paper(infos: list[dict[str, Any]]) -> dict[str, Any]:
+    return {f"paper_{m}": n for m, n in paper_numbers(infos[0]).items() if m in METRICS}
+
+
+def cells(value: dict[str, Any]) -> dict[str, str]:
+    """A row as text."""
+    row = {m: plus_minus(value[m], value[f"{m}_std"]) for m in METRICS}
+    if any(f"paper_{m}" in value for m in METRICS):
+        row["paper G/P/C"] = " / ".join(plus_minus(value.get(f"paper_{m}"), None) for m in METRICS)
+    return row | {
+        "method": value["method"],
+        "worst 10 %": plus_minus(value["worst"], None),
+        "gap variance": DASH if value["gap_variance"] is None else f"{value['gap_variance']:.3g}",
+        "MB up/round": f"{value['up_mb']:.3g}",
+        "shared": f"{value['shared']:,}",
+        "private": f"{value['private']:,}",
+        "seconds": f"{value['seconds']:.3g}",
+    }
 
 
 def grouped(runs: list[Run], apart: bool = True) -> dict[str, list[dict[str, Any]]]:
@@ -185,6 +209,8 @@ def write_csv(table: Table, path: Path) -> None:
         "shared",
         "private",
         "seconds",
+        *FAIR,
+        "gap_variance",
     ]
     names += [f"paper_{m}" for m in METRICS if any(f"paper_{m}" in v for v in table.values)]
     with path.open("w", newline="") as out:
