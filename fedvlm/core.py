@@ -154,6 +154,7 @@ class Cohort:
     round: int
     quorum: float = 0.0
     rounds: int = 1  # of the whole run: schedules need it
+    population: int = 0  # clients that could have been asked
     lost: frozenset[int] = frozenset()  # clients that will not answer (a rehearsal of failures)
     bytes_down: int = 0
     bytes_up: int = 0

@@ -41,6 +41,12 @@ class Method:
                 f"merge={name_of(merge)} needs uploads named {', '.join(missing)}, and local={name_of(local)} sends "
                 f"{', '.join(local.sends) or 'none'}; use merge=mean, or a local rule that sends them"
             )
+        if local.partner not in ("", name_of(merge)) or merge.partner not in ("", name_of(local)):
+            one, other = ("local", local.partner) if local.partner else ("merge", merge.partner)
+            raise FedvlmError(
+                f"{one}={other} works only together with {'merge' if one == 'local' else 'local'}={other}: they exchange "
+                "what no other part knows; give both"
+            )
         params = adapter.init(task, seed)
         unknown = [n for n in adapter.private if n not in params]
         if unknown:

@@ -147,7 +147,7 @@ def sample(setup: Setup, federation: Federation, engine: Stacked | Loopback, rou
     size = max(1, int(np.ceil(config.participation * len(able))))
     ids = np.sort(draw.permutation(able)[:size])
     lost = frozenset(int(i) for i in ids[draw.random(len(ids)) < config.dropout])
-    return Cohort(engine, ids, round, config.quorum, config.rounds, lost)
+    return Cohort(engine, ids, round, config.quorum, config.rounds, len(able), lost)
 
 
 def diagnose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -11,18 +12,28 @@ import torch
 from conftest import random_data, random_task
 
 from fedvlm import parts
-from fedvlm.core import Cohort
+from fedvlm.core import Cohort, FedvlmError
 from fedvlm.engines.stacked import Stacked
 from fedvlm.method import Method
 
 RULES = {"lr": 0.05, "batch": 4, "epochs": 2, "momentum": 0.5, "weight_decay": 0.01}
-EVERY = list(itertools.product(*(parts.names(axis) for axis in parts.AXES)))
 ABLE = np.array([0, 1, 2, 3, 4])  # client 5 has nothing to train on
 
 
 def build(adapter: str, local: str, merge: str, **rules) -> Method:
     chosen = parts.find("local", local)(**(RULES | rules))
     return Method.build(parts.find("adapter", adapter)(), chosen, parts.find("merge", merge)(), random_task(), seed=5)
+
+
+def valid(names) -> bool:
+    try:
+        build(*names)
+    except FedvlmError:
+        return False
+    return True
+
+
+EVERY = [c for c in itertools.product(*(parts.names(axis) for axis in parts.AXES)) if valid(c)]
 
 
 def play(method, data, chunk, rounds=3, ids=ABLE, rows=None, state=None, start=1, lost=frozenset()):
@@ -42,6 +53,20 @@ def close(a, b, tolerance=1e-9):
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+
+
+def message(method):
+    """What the server sends in the first round."""
+    sent = {}
+
+    class Ear:
+        def run(self, step, ids, down, round, exchange):
+            sent.update(down)
+            yield from ()
+
+    with contextlib.suppress(FedvlmError, ZeroDivisionError, IndexError, KeyError):
+        method.round(method.init(6), Cohort(Ear(), ABLE, 1))
+    return sent
 
 
 def same(a, b):
@@ -78,8 +103,9 @@ def parts_of(method):
 
 def test_private_never_goes_up(method, data):
     engine = Stacked(method, data, 6)
-    for _, up in engine.run("train", ABLE, method.initial, 1, 0):
-        assert set(up) == set(method.initial) | set(method.sends)
+    down = message(method)
+    for _, up in engine.run("train", ABLE, down, 1, 0):
+        assert set(up) == set(down) | set(method.sends)
         assert not set(up) & set(method.newcomer)
         assert all(len(v) == len(ABLE) for v in up.values())
 
@@ -107,12 +133,12 @@ def test_neighbours_do_not_matter(method, data):
     engine = Stacked(method, data, 6)
     together = {
         int(i): {k: v[n] for k, v in up.items()}
-        for ids, up in engine.run("train", ABLE, method.initial, 1, 0)
+        for ids, up in engine.run("train", ABLE, message(method), 1, 0)
         for n, i in enumerate(ids)
     }
     for i in ABLE:
         alone = Stacked(method, data, 1)
-        ((_, up),) = alone.run("train", np.array([i]), method.initial, 1, 0)
+        ((_, up),) = alone.run("train", np.array([i]), message(method), 1, 0)
         close({k: v[0] for k, v in up.items()}, together[int(i)])
 
 
@@ -145,7 +171,7 @@ def test_goes_on_bit_for_bit(method, data, tmp_path):
 
 def test_bytes_are_exact(method, data):
     *_, cohort = play(method, data, 6, rounds=1, lost=frozenset({1}))
-    shared = sum(v.numel() for v in method.initial.values()) * 8
+    shared = sum(v.numel() for v in method.initial.values()) * 8 * (2 if method.merge.partner == "scaffold" else 1)
     assert cohort.bytes_down == cohort.exchange * 5 * shared
     assert cohort.bytes_up == 4 * (shared + 8 * len(method.sends)) + (cohort.exchange - 1) * 4 * 8
 

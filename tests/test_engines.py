@@ -19,6 +19,7 @@ from conftest import random_data, random_task
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
+from test_contract import message
 
 from fedvlm import train
 from fedvlm.adapters.head import Head
@@ -68,13 +69,13 @@ def test_every_recipe_answers_through_bytes_as_in_process(name, images, tmp_path
     data = replace(federation.data, rounds=2)
     engine = Loopback(setup, method, federation, data, tmp_path)
     clients = {i: Client(tmp_path / federation.names[i]) for i in (0, 2)}
-    serial = Stacked(method, data, 1)
+    serial, down = Stacked(method, data, 1), message(method)
     for round in (1, 2):
-        for step in ("train", "score", "diagnose"):
-            for ids, up in serial.run(step, np.array([0, 2]), method.initial, round, 0):
-                message, about = wire.unpack(wire.pack(method.initial, step=step, round=round, exchange=0))
-                reply, _ = wire.unpack(wire.pack(clients[int(ids[0])].answer(message, about), ok=True))
-                wire.check(reply, engine.expected(step, method.initial), "client")
+        for step in ("train", "gauge", "score", "diagnose"):
+            for ids, up in serial.run(step, np.array([0, 2]), down, round, 0):
+                arrived, about = wire.unpack(wire.pack(down, step=step, round=round, exchange=0))
+                reply, _ = wire.unpack(wire.pack(clients[int(ids[0])].answer(arrived, about), ok=True))
+                wire.check(reply, engine.expected(step, down), "client")
                 assert up.keys() == reply.keys() and all(torch.equal(up[k], reply[k]) for k in up)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import ABLE, build, close, play
 
-from fedvlm.core import Cohort
+from fedvlm.core import Cohort, FedvlmError
 from fedvlm.engines.stacked import Stacked
 from fedvlm.local.bgp import Bgp, coral
 from fedvlm.local.sgd import Sgd
@@ -218,9 +218,9 @@ def test_bgp_aligns_every_second_step():
     first, second = data.batches(4)
     assert (first.step, second.step) == (0, 1)
     plain = model.slopes("cross-entropy")
-    a, b = rule.slopes(model, anchor)(now, first), plain(now, first)
+    a, b = rule.slopes(model, anchor, {})(now, first), plain(now, first)
     assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-    a, b = rule.slopes(model, anchor)(now, second), plain(now, second)
+    a, b = rule.slopes(model, anchor, {})(now, second), plain(now, second)
     assert any((x - y).abs().max() > 1e-8 for x, y in zip(a[1], b[1], strict=True))
 
 
@@ -256,3 +256,29 @@ def test_a_kept_model_is_the_one_that_was_sent_up():
     ids, up = Cohort(engine, ABLE, 1).ask("train", method.initial)
     rows = engine.rows.read(ids, 1)
     assert torch.equal(rows["personal.head"], up["head"]) and rows["personal.started"].eq(1).all()
+
+
+def test_scaffold_begins_as_fedavg_and_its_control_is_the_mean_drift():
+    data = random_data(random_task(), sizes=((12, 2, 2),) * 4)
+    ids = np.arange(4)
+    plain = {"momentum": 0.0, "weight_decay": 0.0}
+    scaffold, fedavg = build("head", "scaffold", "scaffold", **plain), build("head", "sgd", "mean", **plain)
+    close(play(scaffold, data, 4, rounds=1, ids=ids)[0].shared, play(fedavg, data, 4, rounds=1, ids=ids)[0].shared)
+    state, rows, *_ = play(scaffold, data, 4, rounds=3, ids=ids)
+    torch.testing.assert_close(state.server["control.head"], rows["personal.drift.head"].mean(0))
+    other = play(fedavg, data, 4, rounds=3, ids=ids)[0].shared["head"]
+    assert (state.shared["head"] - other).abs().max() > 1e-6
+
+
+def test_one_scaffold_client_is_corrected_by_nothing():
+    """c = c_i with one client: the correction vanishes in every round."""
+    data = random_data(random_task(), sizes=((12, 2, 2),))
+    plain = {"momentum": 0.0, "weight_decay": 0.0}
+    a, b = build("head", "scaffold", "scaffold", **plain), build("head", "sgd", "mean", **plain)
+    close(play(a, data, 1, ids=np.array([0]))[0].shared, play(b, data, 1, ids=np.array([0]))[0].shared)
+
+
+@pytest.mark.parametrize(("local", "merge"), [("scaffold", "mean"), ("sgd", "scaffold")])
+def test_half_of_scaffold_is_refused_with_the_way_out(local, merge):
+    with pytest.raises(FedvlmError, match="works only together with"):
+        build("head", local, merge)

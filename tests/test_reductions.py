@@ -157,7 +157,7 @@ def test_prox_pulls_by_mu_times_the_distance():
     anchor = {"head": task.names()[None]}
     now = {"head": task.names()[None] + 0.3}
     model = make().model
-    loss, (plain,) = Sgd().slopes(model, anchor)(now, batch)
-    more, (pulled,) = Prox(mu=0.7).slopes(model, anchor)(now, batch)
+    loss, (plain,) = Sgd().slopes(model, anchor, {})(now, batch)
+    more, (pulled,) = Prox(mu=0.7).slopes(model, anchor, {})(now, batch)
     torch.testing.assert_close(pulled - plain, 0.7 * (now["head"] - anchor["head"]))
     torch.testing.assert_close(more - loss, 0.35 * (now["head"] - anchor["head"]).square().sum()[None])

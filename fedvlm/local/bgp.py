@@ -23,7 +23,7 @@ class Bgp(Sgd):
     align: float = 1.0  # λ, the weight of the alignment
     phases: Literal["both", "task", "aligned"] = "both"  # ablations: never or always aligned
 
-    def slopes(self, model: Model, anchor: Params) -> Slopes:
+    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
         def loss(now: Params, batch: Batch) -> Tensor:
             each = cross_entropy(model.logits(now, batch.x), batch)
             if not {"both": batch.step % 2, "task": False, "aligned": True}[self.phases]:

@@ -23,8 +23,8 @@ class PerFedAvg(Sgd):
 
     adapts: ClassVar[bool] = True
 
-    def slopes(self, model: Model, anchor: Params) -> Slopes:
-        plain = super().slopes(model, anchor)
+    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
+        plain = super().slopes(model, anchor, own)
 
         def meta(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
             first, second = halves(batch)
@@ -37,7 +37,7 @@ class PerFedAvg(Sgd):
 
     def adapt(self, model: Model, own: Params, down: Params, data: Data) -> Params:
         params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, down).items()}
-        plain = super().slopes(model, down)
+        plain = super().slopes(model, down, own)
         if not params:
             return params
         for _, batch in zip(

@@ -12,5 +12,5 @@ from fedvlm.local.sgd import Sgd
 class Prox(Sgd):
     mu: float = 0.01  # strength of the pull
 
-    def slopes(self, model: Model, anchor: Params) -> Slopes:
-        return tied(super().slopes(model, anchor), anchor, self.mu)
+    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
+        return tied(super().slopes(model, anchor, own), anchor, self.mu)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from fedvlm.core import Data, Params, lift, only, spread
 from fedvlm.local import copies
 from fedvlm.local.descent import Pace, Slopes, descend
@@ -18,29 +20,35 @@ class Sgd(Pace):
 
     sends: ClassVar[tuple[str, ...]] = ("n", "loss")  # what goes up beside the shared parameters: one number each
     adapts: ClassVar[bool] = False  # whether `adapt` does more than `personal`
+    partner: ClassVar[str] = ""  # the one merge it works with, where it is only one
 
     def rows(self, shared: Params) -> Params:
         """What this rule keeps on a client beside the adapter's private names: the newcomer's row."""
         return copies.empty(shared) if self.keep else {}
 
-    def slopes(self, model: Model, anchor: Params) -> Slopes:
-        """What is descended; `anchor` is what was sent. The place for a rule of your own to differ."""
+    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
+        """What is descended; `anchor` is what was sent, `own` the clients' rows. The place for a rule of your own to
+        differ."""
         return model.slopes(self.objective)
 
-    def walk(self, model: Model, params: Params, down: Params, data: Data) -> Params:
+    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Tensor:
         """Trains `params`, the shared and the private ones, in place; the mean loss of each client."""
-        return {"loss": descend(self, params, data, self.slopes(model, lift(down)))}
+        return descend(self, params, data, self.slopes(model, lift(down), own))
+
+    def trained(self, down: Params) -> Params:
+        """Which of what was sent is trained and goes up again."""
+        return down
 
     def own_copy(self, model: Model, own: Params, down: Params, trained: Params, data: Data) -> Params:
         """What is kept: the model as trained."""
         return only(trained, down)
 
     def train(self, model: Model, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
-        private = copies.adapters(own)
-        params = spread(down, len(data)) | private
-        told = self.walk(model, params, down, data)
-        kept = copies.keep(self.own_copy(model, own, down, params, data)) if self.keep else {}
-        return only(params, private) | kept, only(params, down) | {"n": data.sizes()} | told
+        private, shared = copies.adapters(own), self.trained(down)
+        params = spread(shared, len(data)) | private
+        loss = self.walk(model, params, down, own, data)
+        kept = copies.keep(self.own_copy(model, own, shared, params, data)) if self.keep else {}
+        return only(params, private) | kept, only(params, shared) | {"n": data.sizes(), "loss": loss}
 
     def personal(self, own: Params, down: Params) -> Params:
         """The model a client uses for itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ class Mean:
     weights: Literal["size", "uniform"] = "size"
     cosine: bool = False  # also record the mean cosine between clients' updates (FedOT's Table 2)
     gaps: bool = False  # also record what averaging costs each client: loss of the mean − loss of its own model
+
+    partner: ClassVar[str] = ""  # the one local rule it works with, where it is only one
 
     @property
     def needs(self) -> tuple[str, ...]:
