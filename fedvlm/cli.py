@@ -30,7 +30,7 @@ SELECT: Argument = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         args.go(args)
         return 0
@@ -49,6 +49,18 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"fedvlm: {type(error).__name__}: {error}\n(this is a defect; --debug shows where)", file=sys.stderr)
     return 1
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Words may stand before and behind options: argparse alone stops collecting them at the first option."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    for word in rest:
+        home = next((n for n in ("words", "pairs", "images", "runs") if hasattr(args, n)), None)
+        if home is None or word.startswith("-"):
+            parser.error(f"unrecognised: {word}")
+        getattr(args, home).append(word)
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     command(commands.resume, "go on with runs that were stopped", RUNS)
     images = ("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"})
     command(commands.predict, "classify images with a run or an exported folder", RUN, images, CLIENT, CSV)
-    out = ("--out", {"required": True, "metavar": "FOLDER"})
+    out = ("--out", {"metavar": "FOLDER", "help": "default: RUN/export"})
     command(commands.export, "a folder to deploy from", RUN, out, CLIENT)
     what = ("what", {"choices": ("methods", "adapters", "local", "merges", "data")})
     command(commands.ls, "what there is", what)

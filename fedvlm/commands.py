@@ -200,8 +200,9 @@ def export(args: argparse.Namespace) -> None:
     found = runs.find([args.run])
     if len(found) > 1:
         raise FedvlmError(f"{args.run} holds {len(found)} runs; give one of them, such as {found[0].folder}")
-    written = write(found[0], Path(args.out), args.client)
-    console.out.print(f"{args.out}: {', '.join(written)}")
+    folder = Path(args.out) if args.out else found[0].folder / "-".join(["export", *args.client.split()])
+    written = write(found[0], folder, args.client)
+    console.out.print(f"{folder}: {', '.join(written)}")
 
 
 def ls(args: argparse.Namespace) -> None:

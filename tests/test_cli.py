@@ -247,3 +247,28 @@ def test_doctor_examines_and_names_a_torchvision_that_does_not_fit(capsys, monke
     assert main(["doctor"]) == 1
     text = capsys.readouterr()
     assert "torchvision 0.1 does not fit" in text.out and "pip uninstall torchvision" in text.out
+
+
+def test_words_may_stand_behind_options(images, done, tmp_path, capsys):
+    assert main(["run", "fedot", "--dry", f"data={images}", "unseen=noto"]) == 0
+    assert "private to each client: skew" in capsys.readouterr().out
+    words = [
+        "bench",
+        "zero-shot",
+        "--csv",
+        str(tmp_path / "t.csv"),
+        "fedavg",
+        f"data={images}",
+        "unseen=noto",
+        "rounds=1",
+    ]
+    assert main([*words, "seeds=1", f"out={tmp_path / 'runs'}"]) == 0
+    assert [r["method"] for r in csv.DictReader((tmp_path / "t.csv").open())] == ["zero-shot", "fedavg"]
+    assert main(["predict", str(done), "--client", "twemoji", str(images / "noto" / "bird")]) == 0
+    with pytest.raises(SystemExit):
+        main(["run", "fedot", "--nonsense"])
+
+
+def test_export_has_a_place_of_its_own(done):
+    assert main(["export", str(done)]) == 0
+    assert (done / "export" / "adapter.safetensors").is_file()
