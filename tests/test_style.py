@@ -1,0 +1,19 @@
+"""The house style that tools can check: lint, format, types (strict on core, method and engines)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("words", ["ruff check .", "ruff format --check .", "mypy --cache-dir={tmp}"])
+def test_tools_find_nothing(words, tmp_path):
+    pytest.importorskip(words.split()[0])
+    call = [sys.executable, "-m", *words.format(tmp=tmp_path).split()]
+    found = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
