@@ -27,9 +27,6 @@ class Task(NamedTuple):
             )
         return self.text
 
-    def to(self, dtype: torch.dtype) -> "Task":
-        return self._replace(text=None if self.text is None else self.text.to(dtype))
-
 
 @dataclass(frozen=True)
 class Adapter:
