@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from test_contract import message
 from fedvlm import train
 from fedvlm.adapters.head import Head
 from fedvlm.config import recipes, resolve
-from fedvlm.core import Cohort, NoQuorum
+from fedvlm.core import Cohort, FedvlmError, NoQuorum
 from fedvlm.engines import wire
 from fedvlm.engines.loopback import Loopback, Worker
 from fedvlm.engines.rows import Rows
@@ -255,6 +256,27 @@ def test_rows_of_a_round_done_again_are_those_from_before(tmp_path):
     assert again.read(np.array([0, 2]), 3)["w"].eq(0).all()
     again.write(ids, values(4), 4)
     assert again.read(ids, 3)["b"].tolist() == [30.0, 30.0] and again.read(ids, 4)["b"].tolist() == [4.0, 4.0]
+
+
+def test_a_full_disk_is_told_and_the_rows_from_before_stand(tmp_path, monkeypatch):
+    rows = Rows({"w": torch.zeros(3)}, 2, tmp_path / "rows")
+    ids = np.array([0, 1])
+    rows.write(ids, {"w": torch.ones(2, 3)}, 1)
+    inner, calls = os.pwrite, {"n": 0}
+
+    def full(*args):
+        calls["n"] += 1
+        if calls["n"] == 5:  # in the middle of the second client's row
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return inner(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(FedvlmError, match="No space left"):
+            rows.write(ids, {"w": torch.full((2, 3), 2.0)}, 2)
+    assert rows.read(ids, 1)["w"].eq(1).all()  # the round done again starts from here
+    rows.write(ids, {"w": torch.full((2, 3), 2.0)}, 2)
+    assert rows.read(ids, 2)["w"].eq(2).all()
 
 
 def test_rows_of_another_shape_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Clients' private rows on disk, two slots a client, each stamped with the round that wrote it.
 
+Read through a memory map, written with plain writes: on a full disk these fail in words, where a map would kill.
 A round reads the newest row from before it and writes the other slot, so doing a round again, after a crash or a
 resend, starts from the same row and gives the same bits. Nothing else has to be committed.
 """
@@ -7,6 +8,7 @@ resend, starts from the same row and gives the same bits. Nothing else has to be
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 from pathlib import Path
 
@@ -22,13 +24,13 @@ class Rows:
     def __init__(self, newcomer: Params, clients: int, path: Path | None = None):
         self.names = sorted(newcomer)
         self.shapes = {k: newcomer[k].shape for k in self.names}
-        self.dtype = newcomer[self.names[0]].dtype if self.names else torch.get_default_dtype()
         self.newcomer = self._pack({k: v[None] for k, v in newcomer.items()})[0]
         kind = np.dtype(
             [("stamp", "<i8", 2), ("row", self.newcomer.dtype, (2, max(1, len(self.newcomer))))], align=True
         )
+        self.kind, self.offset = kind, kind.fields["row"][1] if kind.fields else 0
         file = path.open("r+b" if path.exists() else "w+b") if path else tempfile.TemporaryFile()  # noqa: SIM115
-        size = kind.itemsize * clients
+        self.file, size = file, kind.itemsize * clients
         if path and path.stat().st_size not in (0, size):
             raise FedvlmError(f"{path} holds rows of another shape; it belongs to another run")
         file.truncate(size)  # sparse: a slot nobody wrote takes no space; a new stamp reads 0, "never"
@@ -56,10 +58,18 @@ class Rows:
         before = np.where((stamps > 0) & (stamps < round), stamps, 0)
         slot = np.where(before.max(1) == 0, 0, 1 - before.argmax(1))
         packed = self._pack(rows)
-        self.table["stamp"][ids, slot] = 0  # a row half written is no row
-        self.table["row"][ids, slot] = packed
-        self.table["stamp"][ids, slot] = round
-        self._release(packed.nbytes)
+        stamp, none = np.int64(round).tobytes(), np.int64(0).tobytes()
+        try:
+            for i, s, row in zip(ids.tolist(), slot.tolist(), packed, strict=True):
+                start = i * self.kind.itemsize
+                os.pwrite(self.file.fileno(), none, start + 8 * s)  # a row half written is no row
+                os.pwrite(self.file.fileno(), row.data, start + self.offset + s * row.nbytes)
+                os.pwrite(self.file.fileno(), stamp, start + 8 * s)
+        except OSError as error:
+            raise FedvlmError(
+                f"clients' rows cannot be written ({error.strerror}); the round is lost and all before it stands: make "
+                "room and `fedvlm resume`"
+            ) from error
 
     def flush(self) -> None:
         self.map.flush()
