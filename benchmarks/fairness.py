@@ -10,6 +10,7 @@ One learning rate for all, the one that `benchmarks/pacs.py` chose for FedCLIP o
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import time
 from itertools import product
@@ -50,7 +51,8 @@ def main() -> None:
             jobs.append((setup, train.place(setup, pool)))
             kinds[jobs[-1][1]] = (merge, local)
     runs = run_all(jobs, pool, 0)
-    print(f"{len(runs)} runs in {(time.perf_counter() - began) / 60:.1f} minutes of wall time")
+    used = sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(f"{len(runs)} runs in {(time.perf_counter() - began) / 60:.1f} minutes, {used / 60:.1f} CPU-minutes (bar 45)")
     found: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         found.setdefault(kinds[run.folder], []).append(run)
