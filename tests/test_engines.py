@@ -125,12 +125,12 @@ def test_a_late_client_is_absent_and_its_late_answer_is_not_taken_for_another(pr
     engine, method, _ = processes
     ids = np.array([0, 2])
     Cohort(engine, ids, 1).ask("train", method.initial)
-    engine.timeout = 1.0
+    engine.timeout = 4.0
     stopped = engine.workers[2].process.pid
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     answered, _ = Cohort(engine, ids, 2).ask("train", method.initial)
-    assert list(answered) == [0] and time.monotonic() - began < 5
+    assert list(answered) == [0] and time.monotonic() - began < 15
     engine.timeout = 30.0
     answered, up = Cohort(engine, ids, 3).ask("train", method.initial)
     assert list(answered) == [0, 2] and up["n"].tolist() == [30.0, 30.0]
