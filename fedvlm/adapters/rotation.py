@@ -55,7 +55,7 @@ def cayley(x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, h: Tensor) -> Tensor:
     """W h for every example. W = 2(I − R)⁻¹ − I, so a batch smaller than the embedding needs no W at all: one
-    factorisation and as many right-hand sides as examples, a third of the work (measured, 256 dimensions, 32 examples)."""
+    factorisation and as many right-hand sides as examples, a third of the time (benchmarks/steps.py)."""
     size = x.shape[-1]
     parts = h.unflatten(-1, (x.shape[-3], size)).transpose(-3, -2)  # [clients, blocks, examples, size]
     if h.shape[-2] >= size:
