@@ -25,7 +25,7 @@ class Model:
 
     def slopes(self, objective: Objective, held: Params | None = None) -> Slopes:
         """The loss and its slope in the parameters that are trained; those `held` beside them stay. By hand where the
-        adapter knows its own transpose (less than half the time of a small step: benchmarks/steps.py), by autograd otherwise."""
+        adapter knows its own transpose (under half the time of a small step, benchmarks/steps.py), by autograd otherwise."""
 
         def beside(now: Params, batch: Batch) -> Params:
             return now | {k: v[: len(batch.y)] for k, v in (held or {}).items()}
