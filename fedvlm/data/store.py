@@ -2,7 +2,8 @@
 
 One folder a (backbone, preprocessing, view); in it immutable segments, each a batch of rows with their images' content
 hashes and a checksum a row. A segment is written beside and renamed into place, so any number of processes may write;
-the worst that two can do is compute the same row twice. A row that fails its checksum counts as absent and is rebuilt.
+the worst that two can do is compute the same row twice, and the first one stands. A row that fails its checksum counts
+as absent and is rebuilt.
 """
 
 from __future__ import annotations
@@ -45,9 +46,15 @@ class View:
     dim: int
 
     def __post_init__(self) -> None:
-        self.index: dict[bytes, tuple[np.ndarray, int]] = {}
+        self.index: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # oldest first
+        self.mapped: set[Path] = set()
         self.broken = 0
-        for path in sorted(self.folder.glob("*.rows")):
+        self._look()
+
+    def _look(self) -> None:
+        """Maps the segments that are new here, this process's and others'."""
+        for path in sorted(set(self.folder.glob("*.rows")) - self.mapped):
+            self.mapped.add(path)
             self._map(path)
 
     @property
@@ -64,19 +71,20 @@ class View:
             path.unlink(missing_ok=True)  # cut short: it never was a whole segment
             return
         table = np.memmap(path, self.kind, "r")
-        self.index |= {k.tobytes(): (table, i) for i, k in enumerate(table["key"])}
+        for i, key in enumerate(table["key"]):
+            self.index.setdefault(key.tobytes(), []).append((table, i))
 
     def get(self, key: bytes) -> np.ndarray | None:
-        found = self.index.get(key)
-        if found is None:
-            return None
-        table, i = found
-        row = np.asarray(table["row"][i])
-        if checksum(key, row) != table["check"][i]:
+        """The row that was stored first and is whole: what is encoded later, in another batch, must not change its bits."""
+        found = self.index.get(key, [])
+        while found:
+            table, i = found[0]
+            row = np.asarray(table["row"][i])
+            if checksum(key, row) == table["check"][i]:
+                return row
             self.broken += 1
-            del self.index[key]
-            return None
-        return row
+            found.pop(0)
+        return None
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None:
         table = np.zeros(len(keys), self.kind)
@@ -95,7 +103,7 @@ class View:
                 f"the feature store at {self.folder} cannot be written ({error.strerror}); free some space "
                 "(`fedvlm cache --prune`) or set FEDVLM_CACHE to another folder"
             ) from error
-        self._map(path)
+        self._look()
 
 
 def checksum(key: bytes, row: np.ndarray) -> int:
@@ -142,15 +150,15 @@ def features(
 def class_names(backbone: Backbone, phrases: list[str]) -> Tensor | None:
     """The phrases' embeddings [phrases, dim], kept like images' are; None without a text tower."""
     view = open_view(backbone, "text")
-    keys = [digest(p.encode()) for p in phrases]
-    rows = [view.get(k) for k in keys]
-    if any(r is None for r in rows):
-        fresh = backbone.texts(phrases)
+    keys = {p: digest(p.encode()) for p in phrases}
+    missing = [p for p, key in keys.items() if view.get(key) is None]
+    if missing:
+        fresh = backbone.texts(missing)
         if fresh is None:
             return None
-        view.put(keys, fresh.numpy())
-        return fresh
-    return torch.from_numpy(np.stack([r for r in rows if r is not None]))
+        view.put([keys[p] for p in missing], fresh.numpy())
+    rows = [row for p in phrases if (row := view.get(keys[p])) is not None]
+    return torch.from_numpy(np.stack(rows))
 
 
 class _Pending:
@@ -188,8 +196,8 @@ class _Pending:
         if self.rows:
             rows = np.concatenate(self.rows)
             self.view.put(self.keys[: len(rows)], rows)
-            for key, row in zip(self.keys[: len(rows)], rows, strict=True):
-                self.out[self.places.pop(key)] = row
+            for key in self.keys[: len(rows)]:
+                self.out[self.places.pop(key)] = self.view.get(key)
             self.keys, self.rows = self.keys[len(rows) :], []
 
     def finish(self) -> None:
