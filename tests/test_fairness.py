@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import ABLE, build, close, play
 
+from fedvlm.config import resolve
 from fedvlm.core import Cohort, FedvlmError
 from fedvlm.engines.stacked import Stacked
 from fedvlm.local.bgp import Bgp, coral
@@ -282,3 +283,41 @@ def test_one_scaffold_client_is_corrected_by_nothing():
 def test_half_of_scaffold_is_refused_with_the_way_out(local, merge):
     with pytest.raises(FedvlmError, match="works only together with"):
         build("head", local, merge)
+
+
+def test_perfedavg_takes_as_many_steps_at_test_as_asked():
+    """Full-batch steps of the inner size from the shared model, by hand."""
+    task = random_task()
+    data = random_data(task, sizes=((6, 1, 1), (3, 1, 1)))
+    for steps in (1, 3):
+        method = build("head", "perfedavg", "mean", steps=steps, inner=0.3)
+        found = method.local.adapt(method.model, {}, {k: v[None] for k, v in method.initial.items()}, data)["head"]
+        for k in range(2):
+            low, high = data.bounds[k, :2]
+            w = task.names().clone()
+            for _ in range(steps):
+                leaf = w.clone().requires_grad_()
+                loss = torch.nn.functional.cross_entropy(task.scale * data.x[low:high] @ leaf.T, data.y[low:high])
+                w = w - 0.3 * torch.autograd.grad(loss, leaf)[0]
+            torch.testing.assert_close(found[k], w)
+
+
+def test_bgp_follows_the_objective():
+    data, task = random_data(random_task()), random_task()
+    model = build("attention", "sgd", "mean").model
+    anchor = {k: v[None] for k, v in model.adapter.init(task, 5).items()}
+    order = np.argsort(-data.counts("train"), kind="stable")
+    batch = next(iter(Stacked(build("attention", "sgd", "mean"), data, 6).at(order[:2], 1).batches(4)))
+    now = {k: v.repeat(2, *[1] * (v.dim() - 1)) for k, v in anchor.items()}
+    rule = Bgp(objective="contrastive")
+    torch.testing.assert_close(
+        rule.slopes(model, anchor, {})(now, batch)[0], model.slopes("contrastive")(now, batch)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [{"local": "ditto", "keep": "false"}, {"merge": "ga", "gaps": "false"}, {"merge": "qffl", "gaps": "no"}]
+)
+def test_what_a_part_is_made_of_cannot_be_switched_off(given):
+    with pytest.raises(FedvlmError, match=r"leave (keep|gaps) out"):
+        resolve("fedavg", given)

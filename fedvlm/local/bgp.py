@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedvlm.core import Batch, Params
 from fedvlm.local.descent import Slopes, by_autograd
-from fedvlm.local.model import Model, cross_entropy
+from fedvlm.local.model import LOSSES, Model
 from fedvlm.local.sgd import Sgd
 
 
@@ -25,7 +25,7 @@ class Bgp(Sgd):
 
     def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
         def loss(now: Params, batch: Batch) -> Tensor:
-            each = cross_entropy(model.logits(now, batch.x), batch)
+            each = LOSSES[self.objective](model.logits(now, batch.x), batch)
             if not {"both": batch.step % 2, "task": False, "aligned": True}[self.phases]:
                 return each
             return each + self.align * self.distance(model, now, anchor, batch)

@@ -5,7 +5,7 @@ The copy covers the shared names; an adapter's own private names are trained wit
 
 from dataclasses import dataclass
 
-from fedvlm.core import Data, Params, lift
+from fedvlm.core import Data, FedvlmError, Params, lift
 from fedvlm.local import copies
 from fedvlm.local.descent import descend, tied
 from fedvlm.local.model import Model
@@ -16,6 +16,10 @@ from fedvlm.local.sgd import Sgd
 class Ditto(Sgd):
     keep: bool = True  # always: the copy is the method
     strength: float = 0.1  # λ, the tie between the private copy and the shared model
+
+    def __post_init__(self) -> None:
+        if not self.keep:
+            raise FedvlmError("keep=false: Ditto is its private copy; leave keep out, or use local=sgd")
 
     def own_copy(self, model: Model, own: Params, down: Params, trained: Params, data: Data) -> Params:
         anchor = lift(down)

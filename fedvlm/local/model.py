@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +39,7 @@ class Model:
 
         if objective == "cross-entropy" and self.adapter.transposes:
             return by_hand
-        loss = {"cross-entropy": cross_entropy, "contrastive": contrastive}[objective]
+        loss = LOSSES[objective]
         return by_autograd(lambda now, batch: loss(self.logits(beside(now, batch), batch.x), batch))
 
 
@@ -65,3 +66,9 @@ def contrastive(logits: Tensor, batch: Batch) -> Tensor:
         return batch.mean(own.masked_fill(padding[:, 0], 0))
 
     return -(matched(pairs) + matched(pairs.mT)) / 2
+
+
+LOSSES: dict[Objective, Callable[[Tensor, Batch], Tensor]] = {
+    "cross-entropy": cross_entropy,
+    "contrastive": contrastive,
+}

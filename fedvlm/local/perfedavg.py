@@ -40,9 +40,8 @@ class PerFedAvg(Sgd):
         plain = super().slopes(model, down, own)
         if not params:
             return params
-        for _, batch in zip(
-            range(self.steps), data.batches(max(1, int(data.counts("train").max(initial=1)))), strict=False
-        ):
+        whole = max(1, int(data.counts("train").max(initial=1)))  # all of a client's data is one batch, one step
+        for batch in data.batches(whole, self.steps):
             now = {k: v[: len(batch.y)] for k, v in params.items()}
             _, found = plain(now, batch)
             moved = {k: v - self.inner * f for (k, v), f in zip(now.items(), found, strict=True)}

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Cohort, Params, State
-from fedvlm.merge.mean import Gaps, Mean, combine
+from fedvlm.merge.mean import Gaps, Mean, combine, refuse_without_gaps
 
 
 @dataclass(frozen=True)
 class Ga(Mean):
     gaps: bool = True  # always: they are the method
     step: float = 0.2  # of the first round, divided by the number of clients
+
+    def __post_init__(self) -> None:
+        refuse_without_gaps(self)
 
     def init(self, clients: int) -> Params:
         return super().init(clients) | {"weight": torch.ones(clients)}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Cohort, Params, State, lift, only
+from fedvlm.core import Cohort, FedvlmError, Params, State, lift, only
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Gaps:
         if len(self.found) < 2:
             return {}
         return {"gaps": dict(self.found), "gap_variance": float(np.var(list(self.found.values())))}  # type: ignore[dict-item]
+
+
+def refuse_without_gaps(merge: Mean) -> None:
+    if not merge.gaps:
+        raise FedvlmError("gaps=false: this merge is made of the gaps; leave gaps out, or use merge=mean")
 
 
 def combine(up: Params, names: Params, weight: Tensor) -> Params:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fedvlm.core import Cohort, State, lift
-from fedvlm.merge.mean import Gaps, Mean
+from fedvlm.merge.mean import Gaps, Mean, refuse_without_gaps
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,9 @@ class Qffl(Mean):
     gaps: bool = True  # F comes with them
     q: float = 1.0  # 0 is FedAvg; larger is fairer
     reach: float = 0.1  # η: the paper's 1/L; about what a round's steps add up to
+
+    def __post_init__(self) -> None:
+        refuse_without_gaps(self)
 
     def round(self, state: State, cohort: Cohort) -> State:
         gaps = Gaps(state.server)
