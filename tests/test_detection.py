@@ -1,0 +1,124 @@
+"""Detection measures against scikit-learn, by hand, and with the two sides swapped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedvlm.core import FedvlmError
+from fedvlm.evaluate.detection import auroc, energy, fpr_at, max_logit, mcm
+
+levels = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=30)  # few levels: many ties
+
+
+def both(inside, outside):
+    return np.r_[np.ones(len(inside)), np.zeros(len(outside))], np.r_[inside, outside]
+
+
+@settings(max_examples=100, deadline=None)
+@given(levels, levels)
+def test_auroc_is_scikit_learns_ties_and_all(inside, outside):
+    metrics = pytest.importorskip("sklearn.metrics")
+    assert auroc(inside, outside) == pytest.approx(metrics.roc_auc_score(*both(inside, outside)), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auroc_is_scikit_learns_on_many_scores(seed):
+    metrics = pytest.importorskip("sklearn.metrics")
+    draw = np.random.default_rng(seed)
+    inside, outside = draw.normal(0.5, 1, 3000), draw.normal(0, 1, 4000).round(1)
+    assert auroc(inside, outside) == pytest.approx(metrics.roc_auc_score(*both(inside, outside)), abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(levels, levels, st.sampled_from([0.05, 0.07, 0.5, 0.8, 0.95, 1.0]))
+def test_fpr_is_the_first_point_of_scikit_learns_curve(inside, outside, keep):
+    metrics = pytest.importorskip("sklearn.metrics")
+    fpr, tpr, _ = metrics.roc_curve(*both(inside, outside), drop_intermediate=False)
+    assert fpr_at(inside, outside, keep) == pytest.approx(fpr[np.argmax(tpr >= keep - 1e-9)], abs=1e-12)
+
+
+def test_by_hand():
+    """Twenty insiders 1 … 20: 19 of them (95 %) score 2 or more, and so do 3 of the 4 outsiders."""
+    inside, outside = list(range(1, 21)), [0.0, 2.0, 10.5, 30.0]
+    assert fpr_at(inside, outside) == 0.75
+    assert fpr_at(inside, outside, keep=1.0) == 0.75
+    assert fpr_at(inside, outside, keep=0.5) == 0.25  # 11 and more
+    assert auroc(inside, outside) == (20 + 18.5 + 10 + 0) / 80
+    assert fpr_at(range(1, 101), [93.5, 94.5], keep=0.07) == 0.5  # seven, though 0.07 × 100 is a little more
+
+
+def test_swapped_sides_change_the_answer():
+    inside, outside = [2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 1.5, 4.5]
+    assert fpr_at(inside, outside) == 0.25 and fpr_at(outside, inside) == 1.0
+    assert auroc(inside, outside) == 0.8125 and auroc(outside, inside) == 0.1875
+
+
+@settings(max_examples=100, deadline=None)
+@given(levels, levels, st.floats(0.01, 1), st.floats(0.01, 1))
+def test_ranges_and_directions(inside, outside, one, other):
+    area = auroc(inside, outside)
+    assert area is not None and 0 <= area <= 1
+    assert area + auroc(outside, inside) == pytest.approx(1)
+    assert 0 <= fpr_at(inside, outside, min(one, other)) <= fpr_at(inside, outside, max(one, other)) <= 1
+    assert auroc(np.exp(inside), np.exp(outside)) == area  # only the order counts
+    assert auroc([x + 10 for x in inside], outside) == 1 and fpr_at([x + 10 for x in inside], outside) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 200), st.floats(0.01, 1))
+def test_insiders_are_kept(count, keep):
+    """Measured against themselves, as many insiders are let in as were asked for, and no more than one too many."""
+    inside = np.random.default_rng(count).permutation(count)
+    assert keep - 1e-9 <= fpr_at(inside, inside, keep) < keep + 1 / count
+
+
+def test_nothing_to_compare_is_none_and_nonsense_is_told():
+    assert auroc([], [1.0]) is None and auroc([1.0], []) is None
+    assert fpr_at(torch.empty(0), [1.0]) is None and fpr_at([1.0], np.empty(0)) is None
+    with pytest.raises(FedvlmError, match="outside: 1 of 2 scores"):
+        auroc([1.0], [np.nan, 2.0])
+    with pytest.raises(FedvlmError, match="keep=95"):
+        fpr_at([1.0], [2.0], keep=95)
+    assert auroc([np.inf], [-np.inf]) == 1.0
+
+
+def test_arrays_tensors_and_lists_are_alike():
+    inside, outside = np.array([[0.3, 0.9]], np.float32), np.array([0.3, 0.1], np.float32)
+    forms = [(f(inside), f(outside)) for f in (np.asarray, torch.from_numpy, lambda v: v.reshape(-1).tolist())]
+    assert [auroc(*f) for f in forms] == [0.875] * 3
+    assert fpr_at(torch.from_numpy(inside).requires_grad_(), outside) == 0.5
+
+
+def test_scores_by_hand():
+    logits = torch.tensor([[0.0, 2.0], [1.0, 1.0]], dtype=torch.float64)
+    assert mcm(logits, 1.0).tolist() == pytest.approx([np.exp(2) / (1 + np.exp(2)), 0.5])
+    assert mcm(logits, 2.0).tolist() == pytest.approx([np.e / (1 + np.e), 0.5])
+    assert max_logit(logits).tolist() == [2.0, 1.0]
+    assert energy(logits).tolist() == pytest.approx([np.log(1 + np.exp(2)), 1 + np.log(2)])
+
+
+def test_outsider_prompts_take_probability_but_are_no_class():
+    logits = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
+    assert float(mcm(logits, classes=2)) == pytest.approx(np.e / (1 + np.e + np.exp(5)))
+    assert float(mcm(logits)) > 0.9
+
+
+def test_scores_stay_finite_at_any_scale():
+    logits = torch.tensor([[1e4, -1e4], [0.0, 0.0]])
+    for score in (mcm(logits), mcm(logits, 1e-3), max_logit(logits), energy(logits)):
+        assert score.isfinite().all()
+    assert max_logit(torch.empty(0, 3)).shape == (0,)
+
+
+def test_impossible_scores_are_told():
+    for score in (mcm, max_logit, energy):
+        with pytest.raises(FedvlmError, match="no class"):
+            score(torch.empty(4, 0))
+    with pytest.raises(FedvlmError, match="temperature=0"):
+        mcm(torch.zeros(2, 3), 0)
+    with pytest.raises(FedvlmError, match="classes=4"):
+        mcm(torch.zeros(2, 3), classes=4)

@@ -1,0 +1,115 @@
+"""The nouns are clean and rebuildable, and the outsiders chosen are those the rule names."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedvlm.core import FedvlmError
+from fedvlm.data import nouns as module
+from fedvlm.data.nouns import NOUNS, nouns, outsiders
+
+TOOL = Path(__file__).parent.parent / "tools" / "build_nouns.py"
+
+
+def test_the_list_is_clean():
+    found = nouns()
+    assert 30_000 < len(found) < 60_000
+    assert found == sorted(set(found))
+    assert all(n.strip() == n and n.islower() and not any(c.isdigit() or c in "_#.()" for c in n) for n in found)
+    assert max(len(n.split()) for n in found) == 3
+
+
+def test_things_are_in_and_what_cannot_be_seen_is_out():
+    found = set(nouns())
+    assert found >= {"aardvark", "violin", "elbow", "pizza", "glacier", "rainbow", "oak tree", "triangle", "copper"}
+    assert not found & {"happiness", "monday", "teacher", "jealousy", "kilogram", "canis lupus", "paris", "entity"}
+
+
+def test_the_list_is_small_and_its_licence_is_beside_it():
+    assert NOUNS.stat().st_size < 300_000
+    assert "Princeton University" in gzip.decompress(NOUNS.read_bytes()).decode().splitlines()[2]
+    text = NOUNS.with_name("WORDNET-LICENSE.txt").read_text("utf-8")
+    assert text.startswith("This software and database") and "WordNet 3.0 Copyright 2006 by Princeton" in text
+    assert text.rstrip().endswith("agrees to preserve same.")
+
+
+def test_the_tool_keeps_what_it_says(tmp_path):
+    """A dictionary of six meanings: a capital, a digit, four words, an act and a vulgar word go."""
+    (tmp_path / "data.noun").write_text(
+        "  1 Some licence.  \n"
+        "00000001 05 n 03 zebra 0 grey_wolf 0 Canis_lupus 0 001 @ 00000009 n 0000 | animals  \n"
+        "00000002 06 n 04 b-52 0 jack_in_the_box 0 ship's_bell 1 apron 0 000 | made things  \n"
+        "00000003 04 n 02 running 0 zebra 1 000 | acts  \n"
+        "00000004 08 n 01 bottom 0 000 | vulgar slang for something  \n"
+        "00000005 20 n 0b a 0 bb 0 c 0 d 0 e 0 f 0 g 0 h 0 i 0 j 0 oak_tree 0 000 | eleven, in sixteens  \n"
+        "00000006 27 n 01 salt_| 0 000 | not a word  \n",
+        "utf-8",
+    )
+    for name in ("one.txt.gz", "two.txt.gz"):
+        subprocess.run([sys.executable, TOOL, tmp_path, tmp_path / name], check=True, capture_output=True)
+    lines = gzip.decompress((tmp_path / "one.txt.gz").read_bytes()).decode().splitlines()
+    assert [n for n in lines if n[0] != "#"] == ["apron", "bb", "grey wolf", "oak tree", "ship's bell", "zebra"]
+    assert "noun.animal" in lines[0] and "noun.substance" in lines[0]
+    assert (tmp_path / "WORDNET-LICENSE.txt").read_text("utf-8") == "Some licence.\n"
+    assert (tmp_path / "one.txt.gz").read_bytes() == (tmp_path / "two.txt.gz").read_bytes()
+
+
+def test_the_tool_names_a_missing_dictionary(tmp_path):
+    done = subprocess.run([sys.executable, TOOL, tmp_path, tmp_path / "x"], capture_output=True, text=True)
+    assert done.returncode and "data.noun was not found" in done.stderr
+
+
+def test_outsiders_by_hand():
+    """Over two classes the median is the mean: closeness .5, .1, .3, .1 takes 1, then 3, then 2."""
+    similarity = torch.tensor([[0.5, 0.5], [0.0, 0.2], [0.6, 0.0], [0.1, 0.1]], dtype=torch.float64)
+    assert outsiders(similarity, 3, percentile=0.5).tolist() == [1, 3, 2]
+    assert outsiders(similarity, 4, percentile=1.0).tolist() == [3, 1, 0, 2]  # the nearest class alone
+    assert outsiders(similarity, 0).tolist() == []
+
+
+def test_outsiders_are_numpys_percentiles_in_order(monkeypatch):
+    monkeypatch.setattr(module, "PART", 300)  # several parts, the last one short
+    similarity = torch.rand(101, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+    closeness = np.percentile(similarity.numpy(), 95, axis=1)
+    assert outsiders(similarity, 40).tolist() == np.argsort(closeness, kind="stable")[:40].tolist()
+
+
+def test_one_odd_class_does_not_decide():
+    """Near one of forty classes a noun may still be an outsider; near five of them it is not."""
+    similarity = torch.full((3, 40), 0.2)
+    similarity[0, :1], similarity[1, :5], similarity[2] = 0.9, 0.9, 0.3
+    assert outsiders(similarity, 3).tolist() == [0, 2, 1]
+
+
+def test_equals_stand_in_the_order_of_the_list():
+    assert outsiders(torch.zeros(50, 3), 50).tolist() == list(range(50))
+
+
+def test_planted_strangers_are_found():
+    draw = torch.Generator().manual_seed(3)
+    centre = F.normalize(torch.randn(1, 32, generator=draw), dim=-1)
+    classes = F.normalize(centre + 0.1 * torch.randn(10, 32, generator=draw), dim=-1)
+    names = F.normalize(centre + 0.1 * torch.randn(200, 32, generator=draw), dim=-1)
+    planted = torch.randperm(200, generator=draw)[:20]
+    names[planted] = F.normalize(torch.randn(20, 32, generator=draw), dim=-1)
+    assert set(outsiders(names @ classes.T, 20).tolist()) == set(planted.tolist())
+    assert outsiders((names @ classes.T).half(), 20).shape == (20,)
+
+
+def test_impossible_wishes_are_told():
+    with pytest.raises(FedvlmError, match="5 outsiders were asked for, and there are 4 nouns"):
+        outsiders(torch.zeros(4, 2), 5)
+    with pytest.raises(FedvlmError, match="not 95"):
+        outsiders(torch.zeros(4, 2), 1, percentile=95)
+    with pytest.raises(FedvlmError, match="not 0"):
+        outsiders(torch.zeros(4, 0), 1)
+    with pytest.raises(FedvlmError, match="not a number"):
+        outsiders(torch.full((4, 2), torch.nan), 1)
