@@ -50,7 +50,7 @@ def main() -> None:
         for setup in train.runs_of(setup_for(args, merge, local), pool):
             jobs.append((setup, train.place(setup, pool)))
             kinds[jobs[-1][1]] = (merge, local)
-    runs = run_all(jobs, pool, 0)
+    runs = run_all(jobs, 0)
     used = sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(f"{len(runs)} runs in {(time.perf_counter() - began) / 60:.1f} minutes, {used / 60:.1f} CPU-minutes (bar 45)")
     found: dict[tuple[str, str], list[Run]] = {}

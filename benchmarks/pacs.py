@@ -71,10 +71,10 @@ def study(method: str, args: argparse.Namespace, seeds: list[int], pool) -> tupl
     given |= {"unseen": args.targets, "settings": "paper"}
     if method == "zero-shot":
         setup = resolve(method, given | {"seeds": seeds})
-        return {}, run_all([(s, train.place(s, pool)) for s in train.runs_of(setup, pool)], pool, 0)
+        return {}, run_all([(s, train.place(s, pool)) for s in train.runs_of(setup, pool)], 0)
     given |= {"rounds": args.rounds}
     tried = [s for lr in GRID for s in train.runs_of(resolve(method, given | {"lr": lr, "seed": seeds[0]}), pool)]
-    found = run_all([(s, train.place(s, pool)) for s in tried], pool, 0)
+    found = run_all([(s, train.place(s, pool)) for s in tried], 0)
     best: dict[str, tuple[float, float, Run]] = {}
     for setup, run in zip(tried, found, strict=True):
         score = selection(run.info["result"]["last"])
@@ -87,7 +87,7 @@ def study(method: str, args: argparse.Namespace, seeds: list[int], pool) -> tupl
         for seed in seeds[1:]:
             alone = given | {"lr": lr, "seed": seed, "unseen": target}
             rest += train.runs_of(resolve(method, alone), pool)
-    more = run_all([(s, train.place(s, pool)) for s in rest], pool, 0) if rest else []
+    more = run_all([(s, train.place(s, pool)) for s in rest], 0) if rest else []
     return rates, [run for _, _, run in best.values()] + more
 
 

@@ -17,7 +17,8 @@ from fedvlm.adapters.head import Head
 from fedvlm.adapters.rotation import cayley, rotate
 from fedvlm.core import Batch, linear
 from fedvlm.local.descent import Pace, Walk, by_autograd
-from fedvlm.local.model import Model, cross_entropy
+from fedvlm.local.model import Model
+from fedvlm.tasks import cross_entropy
 
 
 def timed(work: Callable[[], object], times: int = 200) -> float:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from fedvlm.config import Setup
 from fedvlm.core import FedvlmError
-from fedvlm.data.federation import Pool
 from fedvlm.runs import Run
 from fedvlm.train import Watch, load_pool, train
 
@@ -26,11 +25,11 @@ class Report(Protocol):
 _queue: Any = None
 
 
-def run_all(jobs: list[tuple[Setup, Path]], pool: Pool, at_once: int, report: Report) -> list[Run]:
+def run_all(jobs: list[tuple[Setup, Path]], at_once: int, report: Report) -> list[Run]:
     """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end."""
     if len(jobs) == 1:
         (setup, folder), *_ = jobs
-        return [train(setup, pool, folder, lambda record: report(0, record, ""))]
+        return [train(setup, load_pool(setup), folder, lambda record: report(0, record, ""))]
     failed: list[str] = []
 
     def ended(i: int, error: str) -> None:
@@ -41,7 +40,7 @@ def run_all(jobs: list[tuple[Setup, Path]], pool: Pool, at_once: int, report: Re
     at_once = at_once or len(os.sched_getaffinity(0))
     if at_once == 1:
         for i, (setup, folder) in enumerate(jobs):
-            ended(i, attempt(setup, pool, folder, partial(report, i, error="")))
+            ended(i, attempt(setup, folder, partial(report, i, error="")))
     else:
         _in_processes(jobs, at_once, report, ended)
     if failed:
@@ -49,10 +48,10 @@ def run_all(jobs: list[tuple[Setup, Path]], pool: Pool, at_once: int, report: Re
     return [Run(folder) for _, folder in jobs]
 
 
-def attempt(setup: Setup, pool: Pool, folder: Path, watch: Watch) -> str:
+def attempt(setup: Setup, folder: Path, watch: Watch) -> str:
     """Trains; what went wrong, in words, or nothing."""
     try:
-        train(setup, pool, folder, watch)
+        train(setup, load_pool(setup), folder, watch)
     except FedvlmError as error:
         return str(error)
     except Exception as error:  # a defect in one run does not take the others along
@@ -86,4 +85,4 @@ def _begin(queue: Any) -> None:
 
 
 def _one(i: int, setup: Setup, folder: Path) -> str:
-    return attempt(setup, load_pool(setup.config), folder, lambda r: _queue.put((i, r)))
+    return attempt(setup, folder, lambda r: _queue.put((i, r)))

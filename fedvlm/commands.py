@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ def encoded(setup: Setup) -> Pool:
     from fedvlm import console, train
 
     with console.progress("encoding images") as update:
-        pool = train.load_pool(setup.config, lambda done, total: update(done, total=total))
+        pool = train.load_pool(setup, lambda done, total: update(done, total=total))
     for name, why in list(pool.skipped.items())[:10]:
         console.err.print(f"left out: {name}: {why}", style="yellow")
     if len(pool.skipped) > 10:
@@ -44,14 +46,13 @@ def run(args: argparse.Namespace) -> None:
         return _dry(jobs, pool)
     alone = len(jobs) == 1
     folders = [Path(j.config.out) if alone and j.config.out else train.place(j, pool) for j in jobs]
-    finished = run_all(list(zip(jobs, folders, strict=True)), pool, setup.config.jobs)
+    finished = run_all(list(zip(jobs, folders, strict=True)), setup.config.jobs)
     _table(finished, args)
     if alone:
         console.out.print(f"run folder: {folders[0]}")
 
 
 def bench(args: argparse.Namespace) -> None:
-    from fedvlm import train
     from fedvlm.config import pairs, resolve
 
     methods = [w for w in args.words if "=" not in w]
@@ -61,14 +62,20 @@ def bench(args: argparse.Namespace) -> None:
     if not methods:
         raise FedvlmError("bench needs at least one method; `fedvlm ls methods` names them")
     setups = [resolve(m, given) for m in methods]
-    pool = encoded(setups[0])
-    if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
+    if "protocol" not in given and "unseen" not in given and len(encoded(setups[0]).source.domains) >= 3:
         setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
-    jobs = [(j, train.place(j, pool)) for s in setups for j in train.runs_of(s, pool)]
-    _table(run_all(jobs, pool, setups[0].config.jobs), args)
+    _table(run_all(jobs_of(setups), setups[0].config.jobs), args)
 
 
-def run_all(jobs: list[Job], pool: Pool, at_once: int) -> list[Run]:
+def jobs_of(setups: list[Setup]) -> list[Job]:
+    """Every single run of these, with its folder; adapters that read the same view share what was encoded."""
+    from fedvlm import train
+
+    pools = [encoded(s) for s in setups]
+    return [(j, train.place(j, p)) for s, p in zip(setups, pools, strict=True) for j in train.runs_of(s, p)]
+
+
+def run_all(jobs: list[Job], at_once: int) -> list[Run]:
     """Runs them with one bar over all their rounds."""
     from fedvlm import bench, console
     from fedvlm.runs import Run
@@ -90,7 +97,7 @@ def run_all(jobs: list[Job], pool: Pool, at_once: int) -> list[Run]:
             if record is not None:
                 update(sum(done), what + console.words(record))
 
-        return bench.run_all(jobs, pool, at_once, report)
+        return bench.run_all(jobs, at_once, report)
 
 
 def _table(runs: list[Run], args: argparse.Namespace) -> None:
@@ -129,9 +136,15 @@ def _dry(jobs: list[Setup], pool: Pool) -> None:
         f"({total:.2g} s in all, one after the other)"
     )
     console.out.print(
-        f"private to each client: {', '.join(method.newcomer) or 'nothing'}; "
-        f"goes up: {', '.join([*method.initial, *method.sends])}"
+        f"private to each client: {listed(method.newcomer) or 'nothing'}; "
+        f"goes up: {', '.join([listed(method.initial), *method.sends])}"
     )
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """A network has hundreds of names: the first few, and how many more."""
+    known = list(names)
+    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -157,7 +170,8 @@ def resume(args: argparse.Namespace) -> None:
         setup = setup_of(r.info)
         saved = r.load()
         console.out.print(f"{r.folder.name}: from round {saved[1] + 1 if saved else 0}", style="dim")
-        run_all([(setup, r.folder)], encoded(setup), 1)
+        encoded(setup)
+        run_all([(setup, r.folder)], 1)
     if not waiting:
         console.out.print("nothing to resume: finished", style="dim")
     _table(found, args)
@@ -168,6 +182,7 @@ def predict(args: argparse.Namespace) -> None:
 
     from fedvlm import console, runs
     from fedvlm.data.source import IMAGES
+    from fedvlm.tasks import MASKS
     from fedvlm.use import from_run, load
 
     paths: list[Path] = []
@@ -187,10 +202,20 @@ def predict(args: argparse.Namespace) -> None:
             part = paths[first : first + 64]
             lines += [[str(p), c, f"{q:.3f}", model.whose] for p, (c, q) in zip(part, model.predict(part), strict=True)]
             update(len(lines), "")
-    console.rows(["image", "class", "probability", "model"], lines)
+    learns = model.model.adapter.learns
+    told = ["image", "class", "share" if learns is MASKS else "probability", "model"]
+    console.rows(told, lines)
+    if args.masks:
+        if learns is not MASKS:
+            raise FedvlmError(f"--masks: this model learned {learns.what} and draws none")
+        Path(args.masks).mkdir(parents=True, exist_ok=True)
+        for k, p in enumerate(paths):
+            (mask,) = model.masks([p])
+            mask.save(Path(args.masks) / f"{k:04d}-{p.stem}.png")
+        console.out.print(f"{len(paths)} masks in {args.masks}")
     if args.csv:
         with Path(args.csv).open("w", newline="") as out:
-            csv.writer(out).writerows([["image", "class", "probability", "model"], *lines])
+            csv.writer(out).writerows([told, *lines])
 
 
 def export(args: argparse.Namespace) -> None:
@@ -225,7 +250,11 @@ def ls(args: argparse.Namespace) -> None:
             ["data", "domains", "classes", "images"],
             [["emoji (embedded)", str(len(emoji.domains)), str(len(emoji.classes)), str(len(emoji.items))]],
         )
-        console.out.print("or data=FOLDER of domain/class/image or class/image", style="dim")
+        console.out.print(
+            "or data=FOLDER of domain/class/image or class/image (classes), of site/image/… and site/mask/… (masks), "
+            "or a .jsonl[.gz] file of {role, text} (next characters)",
+            style="dim",
+        )
     else:
         axis = {"adapters": "adapter", "local": "local", "merges": "merge"}[args.what]
         lines = []
@@ -241,15 +270,21 @@ def _wire(name: str) -> list[str]:
     import torch
 
     from fedvlm.adapters.base import Task
+    from fedvlm.adapters.network import Network
     from fedvlm.config import resolve
     from fedvlm.core import nbytes
+    from fedvlm.local.copies import COPY
     from fedvlm.method import Method
 
     setup = resolve(name, {})
+    if setup.adapter.needs:  # its size is the backbone's
+        return ["–", "of the tower"]
     task = Task(tuple(map(str, range(10))), torch.zeros(10, 512), 512, 100.0)
-    method = Method.build(setup.adapter, setup.local, setup.merge, task)
+    with torch.device("meta") if isinstance(setup.adapter, Network) else nullcontext():  # shapes are enough
+        method = Method.build(setup.adapter, setup.local, setup.merge, task)
+    own = ["a copy" if k.startswith(COPY) else k for k in method.newcomer]
     return [
-        ", ".join(method.newcomer) or "–",
+        ", ".join(dict.fromkeys(own)) or "–",
         f"{(nbytes(method.initial) + 4 * len(method.sends) * method.trains) / 1e3:.3g}",
     ]
 
@@ -345,15 +380,13 @@ def encode_server(args: argparse.Namespace) -> None:
 
 
 def demo(args: argparse.Namespace) -> None:
-    from fedvlm import console, train
+    from fedvlm import console
     from fedvlm.config import pairs, resolve
     from fedvlm.demo import DEFAULTS, METHODS, conclude
 
     began = time.monotonic()
     setups = [resolve(m, DEFAULTS | pairs(args.pairs)) for m in METHODS]
-    pool = encoded(setups[0])
-    jobs = [(j, train.place(j, pool)) for s in setups for j in train.runs_of(s, pool)]
-    runs = run_all(jobs, pool, setups[0].config.jobs)
+    runs = run_all(jobs_of(setups), setups[0].config.jobs)
     _table(runs, args)
     conclude(runs, Path(setups[0].config.out) / "demo.png")
     console.out.print(f"{time.monotonic() - began:.0f} s in all", style="dim")

@@ -29,10 +29,14 @@ RECIPES = Path(__file__).parent / "recipes"
 class Config(Layout):
     """What a run is, beside its method's three parts."""
 
-    data: str = "emoji"  # emoji (embedded), or a folder of domain/class/image or class/image
-    backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:module:function
+    data: str = (
+        "emoji"  # emoji (embedded), a folder of [domain/]class/image or site/image + site/mask, or a .jsonl file
+    )
+    backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
     template: str = "a photo of a {}"  # how a class name becomes a phrase
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stand on one side of a split
+    domains: int = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
+    stride: int = 8  # text: characters from one example to the next
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
     protocol: Literal["one", "leave-one-domain-out"] = "one"
@@ -41,6 +45,7 @@ class Config(Layout):
     dropout: float = 0.0  # rehearsal: share of asked clients that fail to answer
     quorum: float = 0.5  # share of asked clients that must answer
     engine: Literal["auto", "serial", "stacked", "loopback"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for whole networks only
     chunk: int = 0  # clients side by side; 0 follows the measured rule
     timeout: float = 300.0  # loopback: seconds a client may take to answer
     evaluate: int = 1  # score every so many rounds (and always the last)
@@ -94,7 +99,15 @@ def recipe(name: str) -> Recipe:
     if not path.is_file():
         raise FedvlmError(f"method {name}: no such recipe; {nearest(name, recipes())} (`fedvlm ls methods`)")
     try:
-        return Recipe(path.stem, **yaml.safe_load(path.read_text()), path=str(path) if path.parent != RECIPES else "")
+        told = yaml.safe_load(path.read_text())
+        if "like" in told:  # everything but what is said here, and but the other's published numbers
+            other = recipe(told.pop("like"))
+            settings = {k: told.pop(k, {}) for k in ("settings", "tuned")}
+            base = {
+                f.name: getattr(other, f.name) for f in fields(other) if f.name not in ("name", "path", "published")
+            }
+            told = base | told | {k: getattr(other, k) | v for k, v in settings.items()}
+        return Recipe(path.stem, **told, path=str(path) if path.parent != RECIPES else "")
     except (yaml.YAMLError, TypeError) as error:
         raise FedvlmError(f"recipe {path}: {error}") from error
 
@@ -114,7 +127,7 @@ def pairs(words: list[str]) -> dict[str, str]:
 
 def resolve(method: str, given: dict[str, Any]) -> Setup:
     plan = recipe(method)
-    backbone = str(given.get("backbone", Config.backbone))
+    backbone = str(given.get("backbone", plan.settings.get("backbone", Config.backbone)))
     tuned = plan.tuned.get(backbone, {}) if given.get("settings", "tuned") == "tuned" else {}
     layers = [(f"recipe {plan.name}", plan.settings | tuned), ("", given)]
     kinds = {axis: getattr(plan, axis) for axis in parts.AXES}

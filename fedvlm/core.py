@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 class Batch(NamedTuple):
     x: Tensor  # [clients, examples, ...]
-    y: Tensor  # [clients, examples]
+    y: Tensor  # [clients, examples, ...]
     weight: Tensor  # [clients, examples]: 1/(real examples), 0 for padding
     step: int = 0  # which of a client's batches this is, the same for all side by side
 
@@ -67,8 +67,17 @@ class Data:
         at = SPLITS.index(split)
         return self.bounds[:, at + 1] - self.bounds[:, at]  # type: ignore[no-any-return]
 
+    @property
+    def kind(self) -> torch.dtype:
+        """Of losses and weights: the features', where those are no whole numbers (pixels, characters)."""
+        return self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+
+    def here(self, values: np.ndarray) -> Tensor:
+        """On the device where the examples lie."""
+        return torch.from_numpy(values).to(self.x.device)
+
     def sizes(self) -> Tensor:
-        return torch.from_numpy(self.counts("train")).to(self.x.dtype)
+        return self.here(self.counts("train")).to(self.kind)
 
     def batches(self, size: int, epochs: int = 1) -> Iterator[Batch]:
         """Shuffled training batches. Clients must come largest first: those still training are always a prefix,
@@ -88,14 +97,15 @@ class Data:
             left = counts[:n] - first * size
             epoch = np.minimum(epoch, epochs - 1)  # past its end a client is cut off below
             where = (starts[:n] + first * size)[..., None] + np.minimum(lane, left[..., None] - 1)
-            rows = torch.from_numpy(order[epoch[..., None], where])
+            rows = self.here(order[epoch[..., None], where])
             real = (lane < left[..., None]) / np.minimum(left, size)[..., None]
-            plan = (rows, self.y[rows], torch.from_numpy(real).to(self.x.dtype))
+            labels = self.y[rows] if self.y.dim() == 1 else rows  # masks are too large to be laid out ahead
+            plan = (rows, labels, self.here(real).to(self.kind))
             for step, active, *parts in zip(
                 at[:, 0].tolist(), (at < steps[:n] * epochs).sum(1).tolist(), *plan, strict=True
             ):
                 which, label, weight = parts if active == n else (part[:active] for part in parts)
-                yield Batch(self.pick(which), label, weight, step)
+                yield Batch(self.pick(which), label if self.y.dim() == 1 else self.y[label], weight, step)
 
     def pick(self, rows: Tensor) -> Tensor:
         """x at these rows; a quarter of the time of x[rows] on a CPU (benchmarks/steps.py)."""
@@ -114,7 +124,7 @@ class Data:
         for first in range(0, len(cells), limit):
             cell = cells[first : first + limit]
             low = int(bounds[0, 0]) + first
-            part = slice(low, low + len(cell)) if rows is None else torch.from_numpy(rows[first : first + len(cell)])
+            part = slice(low, low + len(cell)) if rows is None else self.here(rows[first : first + len(cell)])
             yield self.x[part][None], self.y[part], cell
 
     def lanes(self, limit: int = 4096) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
@@ -122,7 +132,7 @@ class Data:
         For work in which each client uses a model of its own. Yields prefixes of the clients: largest first is best."""
         lengths = np.diff(self.bounds, axis=1)
         total = lengths.sum(1)
-        width = int(max(16, limit // max(1, len(self))))
+        width = int(max(min(16, limit), limit // max(1, len(self))))
         lane = np.arange(width)
         split = np.repeat(np.tile(np.arange(3), len(self)), lengths.reshape(-1))
         starts = np.concatenate([[0], np.cumsum(total)])[:-1]
@@ -131,7 +141,7 @@ class Data:
             left = total[:active] - first
             real = lane < left[:, None]
             at = first + np.clip(lane, 0, np.maximum(left[:, None] - 1, -first))
-            rows = torch.from_numpy(np.where(real, self.bounds[:active, 0, None] + at, self.bounds[0, 0]))
+            rows = self.here(np.where(real, self.bounds[:active, 0, None] + at, self.bounds[0, 0]))
             where = np.minimum(starts[:active, None] + at, len(split) - 1)
             cells = np.where(real, 3 * np.arange(active)[:, None] + split[where], -1)
             yield self.pick(rows), self.y[rows], cells
@@ -190,6 +200,12 @@ class Cohort:
 
 class NoQuorum(FedvlmError):
     """Too few clients answered."""
+
+
+def tracked(name: str) -> bool:
+    """Whether a parameter is a running statistic: it travels and is averaged like any other, but follows what a batch
+    shows, not the loss; nothing ties, corrects or looks ahead along it."""
+    return name.rpartition(".")[2].startswith("running_")
 
 
 def nbytes(params: Params) -> int:

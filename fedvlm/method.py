@@ -20,7 +20,7 @@ STEPS = ("train", "gauge", "score", "diagnose")  # what a server may ask of a cl
 
 GAUGES = ("before", "after")  # validation loss of what was sent and of what was trained, where a merge needs them
 
-Parts = Iterator[tuple[Tensor, Tensor, np.ndarray]]  # correct, loss and cell of some examples
+Parts = Iterator[tuple[Tensor, Tensor, np.ndarray]]  # score, loss and cell of some examples
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Method:
             raise FedvlmError(
                 f"{one}={other} works only together with {'merge' if one == 'local' else 'local'}={other}: they exchange "
                 "what no other part knows; give both"
+            )
+        if local.objective not in adapter.learns.losses:
+            raise FedvlmError(
+                f"objective={local.objective}: adapter={name_of(adapter)} learns {adapter.learns.what}, and its loss is "
+                f"{', '.join(adapter.learns.losses)}"
             )
         params = adapter.init(task, seed)
         unknown = [n for n in adapter.private if n not in params]
@@ -109,11 +114,11 @@ class Method:
 
     @torch.no_grad()
     def score(self, own: Params, down: Params, data: Data) -> Params:
-        """Sums over each split of each client: [clients, 3] of how many, correct and loss, for the shared view (the
+        """Sums over each split of each client: [clients, 3] of how many, score and loss, for the shared view (the
         newcomer's row) and, where a client has something of its own, the personal view."""
         cells = 3 * len(data)
         count = np.diff(data.bounds, axis=1)
-        up = {"count": torch.from_numpy(count).to(data.x.dtype)}
+        up = {"count": torch.from_numpy(count).to(data.kind)}
         if self.generalises:
             up |= tally("shared", cells, self._together(self.shared(down), data))
         if self.personalises:
@@ -137,30 +142,28 @@ class Method:
 
     def _together(self, params: Params, data: Data) -> Parts:
         """All examples through one model."""
-        for x, y, cells in data.blocks():
+        for x, y, cells in data.blocks(self.adapter.block):
             yield *self._each(params, x, y[None]), cells
 
     def _apart(self, params: Params, data: Data) -> Parts:
         """Each client's examples through its own."""
-        for x, y, cells in data.lanes():
+        for x, y, cells in data.lanes(2 * self.adapter.block):
             yield *self._each({k: v[: len(y)] for k, v in params.items()}, x, y), cells
 
     def _each(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model.logits(params, x)
-        _, guess = logits.max(-1)  # not argmax: ten times slower on a CPU in the layout `linear` leaves
-        loss = logits.logsumexp(-1) - logits.gather(-1, y[..., None])[..., 0]
-        return (guess == y).flatten(), loss.flatten()
+        score, loss = self.adapter.learns.score(self.model.logits(params, x), y)
+        return score.flatten(), loss.flatten()
 
 
 def tally(view: str, cells: int, parts: Parts) -> Params:
-    """Sums of correct and loss by cell; cell −1 is padding."""
+    """Sums of score and loss by cell; cell −1 is padding."""
     sums = np.zeros((2, cells + 1))
-    for correct, loss, cell in parts:
+    for score, loss, cell in parts:
         where = cell.reshape(-1) + 1
-        sums[0] += np.bincount(where, correct.numpy(), cells + 1)
-        sums[1] += np.bincount(where, loss.double().numpy(), cells + 1)
-    correct, loss = torch.from_numpy(sums[:, 1:]).view(2, -1, 3).to(torch.get_default_dtype())
-    return {f"{view}.correct": correct, f"{view}.loss": loss}
+        sums[0] += np.bincount(where, score.cpu().numpy(), cells + 1)
+        sums[1] += np.bincount(where, loss.double().cpu().numpy(), cells + 1)
+    score, loss = torch.from_numpy(sums[:, 1:]).view(2, -1, 3).to(torch.get_default_dtype())
+    return {f"{view}.score": score, f"{view}.loss": loss}
 
 
 def name_of(part: object) -> str:

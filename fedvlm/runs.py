@@ -29,7 +29,7 @@ from fedvlm.config import Setup
 from fedvlm.core import FedvlmError, Params, State
 from fedvlm.data.federation import Pool
 
-LOOSE = ("out", "seeds", "jobs", "protocol", "timeout")  # keys that do not change a run's numbers
+LOOSE = ("out", "seeds", "jobs", "protocol", "timeout", "device")  # keys that do not change a run's numbers
 
 
 def identity(setup: Setup, pool: Pool) -> str:
@@ -171,6 +171,7 @@ def _describe(setup: Setup, pool: Pool, mark: str) -> dict[str, Any]:
         "data": {
             "name": pool.source.name,
             "fingerprint": pool.fingerprint,
+            "metric": pool.source.kind.metric,
             "images": len(pool.source.items),
             "domains": pool.source.domains,
             "classes": list(pool.task.classes),

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fedvlm import backbones, runs
-from fedvlm.config import Config, Setup
+from fedvlm import backbones, parts, runs
+from fedvlm.config import Setup
 from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, lift, nbytes, spread
-from fedvlm.data.federation import Federation, Pool, federate, pool
-from fedvlm.data.source import open_source
+from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text
+from fedvlm.data.source import Source, open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
-from fedvlm.engines.stacked import Stacked, stack
+from fedvlm.engines.stacked import Stacked, moved, stack
 from fedvlm.errors import nearest
 from fedvlm.evaluate.views import evaluate, selection
 from fedvlm.method import Method
@@ -33,26 +33,46 @@ PATIENCE = 3  # rounds in a row without quorum that stop a run
 
 
 @lru_cache
-def _kept() -> dict[tuple[str, ...], Pool]:
+def _kept() -> dict[tuple[Any, ...], Pool]:
     return {}
 
 
-def load_pool(config: Config, progress: Progress | None = None) -> Pool:
-    """The images as the frozen model sees them; kept for further runs of this process."""
-    key = (config.data, config.group, config.backbone, config.template, config.broken)
+def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
+    """The examples as the frozen model shows them to this adapter; kept for further runs of this process."""
+    config, adapter = setup.config, setup.adapter
+    backbone = "" if adapter.reads == "text" else config.backbone
+    how = (config.group, config.domains, config.stride, config.broken, config.template)
+    key = (config.data, *how, backbone, adapter.reads, adapter.needs)
     if key not in _kept():
-        source = open_source(config.data, config.group)
-        _kept()[key] = pool(source, backbones.load(config.backbone), config.template, config.broken, progress)
+        source = open_source(config.data, config.group, config.domains, config.stride)
+        fits(setup, source)
+        _kept()[key] = (
+            pool_of_text(source)
+            if adapter.reads == "text"
+            else pool(
+                source,
+                backbones.load(backbone),
+                config.template,
+                config.broken,
+                progress,
+                adapter.reads,
+                adapter.needs,
+            )
+        )
     return _kept()[key]
+
+
+def fits(setup: Setup, source: Source) -> None:
+    if setup.adapter.learns is not source.kind:
+        able = [n for n in parts.names("adapter") if parts.find("adapter", n).learns is source.kind]  # type: ignore[attr-defined]
+        raise FedvlmError(
+            f"data={setup.config.data} is {source.kind.what}, and adapter={setup.chosen['adapter']} learns "
+            f"{setup.adapter.learns.what}; adapters for this data: {', '.join(able)} (`fedvlm ls methods` has their recipes)"
+        )
 
 
 def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
     """The method on its federation, or an error before anything is trained."""
-    if setup.adapter.reads != "embedding" and pool.black_box:
-        raise FedvlmError(
-            f"backbone={setup.config.backbone} is a black box and gives embeddings only, and adapter="
-            f"{setup.chosen['adapter']} reads {setup.adapter.reads}; head, attention, rotation, linear and mlp work"
-        )
     federation = federate(pool, setup.config, setup.config.seed)
     method = Method.build(setup.adapter, setup.local, setup.merge, pool.task, setup.config.seed)
     if federation.pooled and method.newcomer:
@@ -85,10 +105,23 @@ def connect(setup: Setup, method: Method, federation: Federation, run: Run) -> S
         if federation.pooled:
             raise FedvlmError("partition=pooled has no clients to put into processes; use engine=serial")
         return Loopback(setup, method, federation, data, run.folder / "clients", run.log)
-    chunk = 1 if config.engine == "serial" else config.chunk
+    device = device_of(setup)
+    chunk = 1 if config.engine == "serial" else config.chunk or stack(method, device)
     if config.engine == "stacked":
-        chunk = max(2, chunk or stack(method))
-    return Stacked(method, data, chunk, run.folder / "rows.bin", run.log)
+        chunk = max(2, chunk)
+    return Stacked(method, data, chunk, run.folder / "rows.bin", run.log, device)
+
+
+def device_of(setup: Setup) -> str:
+    """Small steps on stored features gain nothing from a GPU; networks do."""
+    wanted, have = setup.config.device, torch.cuda.is_available()
+    if wanted == "cuda" and not have:
+        raise FedvlmError("device=cuda: torch finds no GPU here; give device=cpu")
+    if wanted == "cpu" or not have or (wanted == "auto" and not setup.adapter.heavy):
+        return "cpu"
+    torch.backends.cudnn.allow_tf32 = False  # the same numbers as elsewhere, as far as a GPU allows
+    torch.backends.cudnn.deterministic = True
+    return "cuda"
 
 
 def _rounds(
@@ -127,7 +160,7 @@ def _rounds(
         run.save(state, round)
         watch(record)
     if isinstance(engine, Stacked):
-        run.write("outputs.safetensors", outputs(method, federation, engine, state.shared, config.rounds))
+        run.write("outputs.safetensors", outputs(federation, engine, state.shared, config.rounds))
     run.finish(result(method, federation, run.rounds()))
 
 
@@ -160,13 +193,14 @@ def diagnose(
 
 
 @torch.no_grad()
-def outputs(method: Method, federation: Federation, engine: Stacked, shared: Params, round: int) -> bytes:
+def outputs(federation: Federation, engine: Stacked, shared: Params, round: int) -> bytes:
     """Final logits and features on every test image, shared and personal view: later questions need no rerun."""
     kept: dict[str, list[torch.Tensor]] = defaultdict(list)
+    method, shared = engine.method, moved(shared, engine.device)
     for i in range(federation.scored):
         low, high = (int(b) for b in federation.data.bounds[i, 2:])
         me = np.array([i])
-        x, own = federation.data.x[None, low:high], engine.rows.read(me, round)
+        x, own = engine.data.x[None, low:high], moved(engine.rows.read(me, round), engine.device)
         kept["label"].append(federation.data.y[low:high])
         kept["client"].append(torch.full((high - low,), i))
         kept["item"].append(torch.from_numpy(federation.items[low:high]))
@@ -174,8 +208,9 @@ def outputs(method: Method, federation: Federation, engine: Stacked, shared: Par
         if method.personalises:
             views["personal"] = method.local.adapt(method.model, own, lift(shared), engine.at(me, round))
         for view, params in views.items():
-            kept[f"{view}.logits"].append(method.model.logits(params, x)[0])
-            kept[f"{view}.features"].append(method.adapter.features(method.task, params, x)[0])
+            for part in x.split(method.adapter.block, dim=1):
+                kept[f"{view}.logits"].append(method.model.logits(params, part)[0].cpu())
+                kept[f"{view}.features"].append(method.adapter.features(method.task, params, part)[0].cpu())
     return save({k: torch.cat(v).contiguous() for k, v in kept.items()})
 
 
@@ -233,10 +268,11 @@ def runs_of(setup: Setup, pool: Pool) -> list[Setup]:
     config = setup.config
     targets: list[tuple[str, ...]] = [config.unseen]
     if config.protocol == "leave-one-domain-out":
-        if len(pool.source.domains) < 3:
+        cut = config.partition in ("domain-iid", "domain-dirichlet") and config.clients > 1
+        if len(pool.source.domains) < (2 if cut else 3):  # somebody must be left to federate
             raise FedvlmError(
-                f"protocol=leave-one-domain-out needs three domains or more, and data={config.data} has "
-                f"{len(pool.source.domains)}; use a folder of domain/class/image"
+                f"protocol=leave-one-domain-out needs three domains or more (two, with partition=domain-iid clients=3), and "
+                f"data={config.data} has {len(pool.source.domains)}; use a folder of domain/class/image"
             )
         for wanted in set(config.unseen) - set(pool.source.domains):
             raise FedvlmError(f"unseen={wanted}: no such domain; {nearest(wanted, pool.source.domains)}")

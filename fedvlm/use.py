@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fedvlm import backbones
 from fedvlm.adapters.base import Task
-from fedvlm.backbones.base import Backbone
+from fedvlm.backbones.base import Backbone, look, towers
 from fedvlm.config import resolve
 from fedvlm.core import FedvlmError, Params, lift
 from fedvlm.engines.rows import Rows
@@ -24,6 +24,7 @@ from fedvlm.local.model import Model
 from fedvlm.method import Method
 from fedvlm.parts import find
 from fedvlm.runs import Run
+from fedvlm.tasks import MASKS
 
 EXAMPLE = '''"""Load this folder and classify images: python example.py image.jpg …"""
 
@@ -48,14 +49,29 @@ class Predictor:
 
     @torch.no_grad()
     def probabilities(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        x = self.backbone.images([i.convert("RGB") for i in images])
-        return self.model.logits(lift(self.params), x[None])[0].softmax(-1)
+        """Of each class or, where masks are learned, of each pixel to be inside."""
+        x = look(self.backbone, [i.convert("RGB") for i in images], self.model.adapter.reads)
+        found = self.model.logits(lift(self.params), x[None])[0]
+        return found.sigmoid() if self.model.adapter.learns is MASKS else found.softmax(-1)
+
+    def masks(self, images: Sequence[str | Path | Image.Image]) -> list[Image.Image]:
+        """White inside, each as large as its image."""
+        out = []
+        for image in images:
+            shown = image if isinstance(image, Image.Image) else read(Path(image))
+            inside = (self.probabilities([shown])[0] * 255).round().to(torch.uint8).numpy()
+            whole = Image.fromarray(inside).resize(shown.size, Image.Resampling.BILINEAR)
+            out.append(whole.point(lambda grey: 255 * (grey > 127)))
+        return out
 
     def predict(self, images: Sequence[str | Path | Image.Image], batch: int = 64) -> list[tuple[str, float]]:
-        """(class, probability) for each image or path."""
+        """(class, probability) for each image or path; where masks are learned, the share of it that is inside."""
         out: list[tuple[str, float]] = []
         for first in range(0, len(images), batch):
             part = [i if isinstance(i, Image.Image) else read(Path(i)) for i in images[first : first + batch]]
+            if self.model.adapter.learns is MASKS:
+                out += [("inside", float(p)) for p in (self.probabilities(part) > 0.5).float().mean((-2, -1))]
+                continue
             best = self.probabilities(part).max(-1)
             out += [(self.model.task.classes[c], float(p)) for p, c in zip(best.values, best.indices, strict=True)]
         return out
@@ -83,10 +99,13 @@ def from_run(run: Run, client: str = "") -> Predictor:
         raise FedvlmError(f"{run.folder} has no saved state yet")
     state, round = saved
     setup = setup_of(info)
+    if setup.adapter.reads == "text":
+        raise FedvlmError(f"{run.folder} learned to continue text; predict and export are for images")
     backbone = backbones.load(setup.config.backbone)
     classes = info["data"]["classes"]
-    text = backbone.texts([setup.config.template.format(c.replace("_", " ").lower()) for c in classes])
-    task = Task(tuple(classes), text, backbone.dim, backbone.scale)
+    phrases = [setup.config.template.replace("{}", c.replace("_", " ").lower()) for c in classes]
+    text = backbone.texts(phrases) if backbone.dim else None
+    task = Task(tuple(classes), text, backbone.dim, backbone.scale, towers(backbone, setup.adapter.needs))
     method = Method.build(setup.adapter, setup.local, setup.merge, task, setup.config.seed)
     names = info["clients"]
     if client and client not in names:
@@ -159,5 +178,6 @@ def load(folder: str | Path) -> Predictor:
     (axis, fields), *_ = about["adapter"].items()
     kind = find("adapter", axis)
     adapter = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-    task = Task(tuple(about["classes"]), params.pop("task.text", None), about["dim"], about["scale"])
+    text = params.pop("task.text", None)
+    task = Task(tuple(about["classes"]), text, about["dim"], about["scale"], towers(backbone, adapter.needs))
     return Predictor(backbone, Model(adapter, task), params, about["whose"])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import zipfile
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,7 +57,71 @@ def random_task(classes: int = 5, dim: int = 16) -> Task:
     return Task(tuple(f"class {c}" for c in range(classes)), F.normalize(text, dim=-1), dim, 8.0)
 
 
-def random_data(task: Task, sizes=((30, 6, 7), (8, 0, 3), (20, 5, 4), (1, 1, 1), (13, 2, 0), (0, 4, 4))) -> Data:
+RAGGED = ((30, 6, 7), (8, 0, 3), (20, 5, 4), (1, 1, 1), (13, 2, 0), (0, 4, 4))
+# networks as small as they come: a contract is not about size
+TINY = {"resnet": {"depth": 10, "width": 2}, "unet": {"width": 2, "levels": 1}, "lstm": {"hidden": 3, "embed": 2}}
+TINY["prompt"] = {"context": 2}
+
+
+@lru_cache
+def tiny_tower():
+    """A CLIP image tower with random weights, 8 pixels wide."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    from fedvlm.backbones.hf import ImageTower
+
+    config = CLIPVisionConfig(
+        hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4,
+        projection_dim=16,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = CLIPVisionModelWithProjection(config).eval().requires_grad_(False)
+    look = SimpleNamespace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.2))
+    return ImageTower(model.vision_model, model.visual_projection, look)
+
+
+@lru_cache
+def tiny_reader():
+    """A CLIP text tower with random weights, in float64."""
+    from transformers import CLIPConfig, CLIPModel
+
+    from fedvlm.backbones import load
+    from fedvlm.backbones.text import TextTower
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        model = CLIPModel(
+            CLIPConfig(
+                text_config=size | {"max_position_embeddings": 12, "vocab_size": 49408},
+                vision_config=size,
+                projection_dim=16,
+            )
+        )
+    return TextTower.of(model.eval(), load("mini-clip").tokenizer).to(dtype=torch.float64)
+
+
+def example(adapter: str) -> tuple[Task, Data]:
+    """A task and ragged data of the kind this adapter learns from."""
+    task = random_task()
+    if adapter == "prompt":
+        return task._replace(tower=tiny_reader()), random_data(task)
+    if adapter in ("resnet", "tower", "unet"):
+        data = random_data(task, tuple(tuple(-(-n // 5) for n in cell) for cell in RAGGED))
+        size = 16 if adapter == "resnet" else 8
+        lift = torch.randn(3 * size**2, task.dim, generator=torch.Generator().manual_seed(4))
+        shown = (128 + 40 * data.x.to(lift.dtype) @ lift.T).clamp(0, 255).to(torch.uint8).view(-1, 3, size, size)
+        data = replace(data, x=shown, y=(shown[:, 0] > 128).to(torch.uint8) if adapter == "unet" else data.y)
+        return (task._replace(tower=tiny_tower()) if adapter == "tower" else task), data
+    if adapter == "lstm":
+        data = random_data(task)
+        before = torch.stack([(data.y + k) % len(task.classes) for k in range(6)], dim=1)
+        return task, replace(data, x=before.to(torch.uint8))
+    return task, random_data(task)
+
+
+def random_data(task: Task, sizes=RAGGED) -> Data:
     """Ragged clients: one example, no validation, no test, no training rows at all."""
     draw = torch.Generator().manual_seed(2)
     cells = np.array(sizes)

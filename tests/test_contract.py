@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import random_data, random_task
+from conftest import TINY, example
 
 from fedvlm import parts
 from fedvlm.core import Cohort, FedvlmError
@@ -21,8 +21,10 @@ ABLE = np.array([0, 1, 2, 3, 4])  # client 5 has nothing to train on
 
 
 def build(adapter: str, local: str, merge: str, **rules) -> Method:
-    chosen = parts.find("local", local)(**(RULES | rules))
-    return Method.build(parts.find("adapter", adapter)(), chosen, parts.find("merge", merge)(), random_task(), seed=5)
+    gentle = {"lr": 0.005} if adapter == "resnet" else {}  # batch norm over a few numbers: rounding errors grow fast
+    chosen = parts.find("local", local)(**(RULES | gentle | rules))
+    kind = parts.find("adapter", adapter)(**TINY.get(adapter, {}))
+    return Method.build(kind, chosen, parts.find("merge", merge)(), example(adapter)[0], seed=5)
 
 
 def valid(names) -> bool:
@@ -33,7 +35,15 @@ def valid(names) -> bool:
     return True
 
 
-EVERY = [c for c in itertools.product(*(parts.names(axis) for axis in parts.AXES)) if valid(c)]
+def quick(names) -> bool:
+    """Networks are slow: every local rule and every merge once with two of them, and two pairs with each."""
+    adapter, local, merge = names
+    if not parts.find("adapter", adapter).heavy or (local, merge) in (("sgd", "mean"), ("bgp", "faa")):
+        return True
+    return adapter in ("resnet", "lstm") and (merge == "mean" or local == "sgd")
+
+
+EVERY = [c for c in itertools.product(*(parts.names(axis) for axis in parts.AXES)) if quick(c) and valid(c)]
 
 
 def play(method, data, chunk, rounds=3, ids=ABLE, rows=None, state=None, start=1, lost=frozenset()):
@@ -79,8 +89,11 @@ def method(request, double):
 
 
 @pytest.fixture
-def data(double):
-    return random_data(random_task())
+def data(double, request):
+    """Of the kind the method learns from."""
+    if "method" not in request.fixturenames:
+        return example("head")[1]
+    return example(parts_of(request.getfixturevalue("method"))[0])[1]
 
 
 def test_stacked_is_serial(method, data):
@@ -182,7 +195,7 @@ def test_a_newcomer_is_defined(method, data):
         pytest.skip("nothing is shared")
     *_, scores, _ = play(method, data, 6)
     if method.newcomer:
-        close({"x": scores["shared.correct"][5]}, {"x": scores["personal.correct"][5]})
+        close({"x": scores["shared.score"][5]}, {"x": scores["personal.score"][5]})
         close({"x": scores["shared.loss"][5]}, {"x": scores["personal.loss"][5]})
 
 
@@ -197,7 +210,7 @@ def test_training_lowers_the_loss(method, data):
 @pytest.mark.parametrize("adapter", [a for a in parts.names("adapter") if parts.find("adapter", a).transposes])
 def test_slopes_by_hand_are_autograds(adapter, data):
     from fedvlm.local.descent import by_autograd
-    from fedvlm.local.model import cross_entropy
+    from fedvlm.tasks import cross_entropy
 
     model = build(adapter, "sgd", "mean").model
     params = {k: v + 0.1 * torch.randn(len(ABLE), *v.shape) for k, v in model.adapter.init(model.task, 1).items()}

@@ -689,7 +689,7 @@ def test_a_pool_says_what_the_model_was_told(tmp_path):
     found = pool(open_source(str(root)), model, "a photo of a {}.")
     assert model.phrases == ["a photo of a polar bear.", "a photo of a cat."]
     assert found.task.classes == ("Polar_Bear", "cat") and found.task.text is None
-    assert found.backbone == "colours@0123456789abcdef" and found.black_box
+    assert found.backbone == "colours@0123456789abcdef"
     pool(open_source(str(root)), model, "a {odd} {} of {}")
     assert model.phrases[1] == "a {odd} cat of cat"
     with pytest.raises(FedvlmError, match=r"template='a photo' must hold \{\}"):

@@ -20,8 +20,8 @@ from fedvlm.adapters.mlp import Mlp
 from fedvlm.adapters.rotation import Rotation, cayley, rotate
 from fedvlm.core import Batch, lift
 from fedvlm.evaluate.protocols import by_seed, partial, row, summary
-from fedvlm.local.model import contrastive, cross_entropy
 from fedvlm.merge.mean import Agreement
+from fedvlm.tasks import contrastive, cross_entropy
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -128,7 +128,7 @@ def test_contrastive_is_the_symmetric_in_batch_loss():
 def test_agreement_is_the_mean_over_pairs(clients, seed):
     draw = torch.Generator().manual_seed(seed)
     rows = {"a": torch.randn(clients, 3, generator=draw), "b": torch.randn(clients, 2, 2, generator=draw)}
-    anchor = {"a": torch.randn(1, 3, generator=draw), "b": torch.randn(1, 2, 2, generator=draw)}
+    anchor = {"a": torch.randn(3, generator=draw), "b": torch.randn(2, 2, generator=draw)}
     agreement = Agreement()
     agreement.add({k: v[:1] for k, v in rows.items()}, anchor)
     agreement.add({k: v[1:] for k, v in rows.items()}, anchor)

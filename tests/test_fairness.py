@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import ABLE, build, close, play
 
+from fedvlm import parts
 from fedvlm.config import resolve
 from fedvlm.core import Cohort, FedvlmError
 from fedvlm.engines.stacked import Stacked
@@ -321,3 +322,41 @@ def test_bgp_follows_the_objective():
 def test_what_a_part_is_made_of_cannot_be_switched_off(given):
     with pytest.raises(FedvlmError, match=r"leave (keep|gaps) out"):
         resolve("fedavg", given)
+
+
+@pytest.mark.parametrize("merge", parts.names("merge"))
+def test_what_a_merge_takes_it_heeds(merge):
+    """cosine= and gaps= are recorded by every merge; weights= is refused where sizes have no say."""
+    task = random_task()
+    data, local = random_data(task), "scaffold" if merge == "scaffold" else "sgd"
+    kind = parts.find("merge", merge)(cosine=True, gaps=True)
+    method = Method.build(parts.find("adapter", "head")(), parts.find("local", local)(batch=4), kind, task, 5)
+    state, engine = method.init(6), Stacked(method, data, 6)
+    for round in (1, 2):
+        cohort = Cohort(engine, np.arange(5), round, rounds=2)
+        state = method.round(state, cohort)
+    assert -1 <= cohort.notes["cosine"] <= 1 and set(cohort.notes["gaps"]) == set(range(5))
+    assert cohort.notes["gap_variance"] >= 0
+    if merge in ("mean", "scaffold", "grace"):
+        resolve("scaffold" if merge == "scaffold" else "fedclip", {"merge": merge, "weights": "uniform"})
+    else:
+        with pytest.raises(FedvlmError, match="weights=size"):
+            resolve("fedclip", {"merge": merge, "weights": "size"})
+
+
+@pytest.mark.parametrize(("every", "more"), [(1, 1.0), (20, 0.05)])
+def test_what_fairness_costs_on_the_wire(every, more):
+    """FAA's two further broadcasts double the bytes of a round; each twentieth round (Table 15) that is +5 %."""
+    task = random_task()
+    data, spent = random_data(task), []
+    for merge in (parts.find("merge", "faa")(every=every), parts.find("merge", "ga")()):
+        method = Method.build(
+            parts.find("adapter", "attention")(), parts.find("local", "sgd")(batch=16), merge, task, 5
+        )
+        state, engine, total = method.init(6), Stacked(method, data, 6), 0
+        for round in range(1, 21):
+            cohort = Cohort(engine, np.arange(5), round, rounds=20)
+            state = method.round(state, cohort)
+            total += cohort.bytes_up + cohort.bytes_down
+        spent.append(total)
+    assert spent[0] / spent[1] - 1 == pytest.approx(more, rel=0.02)

@@ -15,6 +15,7 @@ from matplotlib._pylab_helpers import Gcf
 from PIL import Image
 
 from fedvlm.core import FedvlmError
+from fedvlm.report import fairness
 from fedvlm.report.figures import LIGHT, figure, gather, spread
 from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
@@ -101,6 +102,25 @@ def test_figure(case: str, tmp_path: Path) -> None:
     assert (pixels.min(2) < 120).sum() > 2000  # axes and words
     assert case == "frozen only" or (np.ptp(pixels, axis=2) > 60).sum() > 200  # marks in a method's colour
     assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fairness_figure(case: str, tmp_path: Path) -> None:
+    fairness.figure(CASES[case](tmp_path / "runs"), tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as image:
+        pixels = np.asarray(image.convert("RGB"), int)
+    assert (pixels.min(2) < 120).sum() > 1000
+    assert case == "frozen only" or (np.ptp(pixels, axis=2) > 60).sum() > 200
+
+
+def test_clients_are_sorted_from_worst_to_best(tmp_path: Path) -> None:
+    """Ranks of one run by hand: the clients that trained, own models, held-out ones left out."""
+    (line,) = gather([write(tmp_path, "fedavg", "art")], LIGHT)
+    last = line.infos[0]["result"]["last"]["clients"]
+    own = sorted(100 * v["personal"]["test"] for n, v in last.items() if n != "art")
+    curve = fairness.served(line)
+    assert curve is not None and curve[0] == pytest.approx(own[0]) and curve[-1] == pytest.approx(own[-1])
+    assert (np.diff(curve) >= 0).all()
 
 
 def test_figure_and_table_say_the_same(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedvlm.backbones.base import Form
 from fedvlm.core import FedvlmError
 from fedvlm.data import store
 from fedvlm.data.source import Source, decode, digest, open_source
@@ -41,6 +42,16 @@ class Colours:
         self.read.append(list(phrases))
         rows = torch.tensor([[*digest(p.encode())[:4]] for p in phrases], dtype=torch.float32)
         return F.normalize(rows + 1, dim=1) if self.speaks else None
+
+
+class Patched(Colours):
+    """One with more to show than embeddings."""
+
+    def form(self, view: str) -> Form | None:
+        return {"embedding": Form((4,)), "patches@7": Form((2, 3), "u1")}.get(view)
+
+    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
+        return torch.arange(6, dtype=torch.uint8).view(1, 2, 3).repeat(len(images), 1, 1)
 
 
 class Moody(Colours):
@@ -129,9 +140,15 @@ def test_other_weights_or_another_view_never_mix(source):
     features(source, other)
     assert sum(other.seen) == 22
     assert len(list(listing())) == 2
-    plain, grid = open_view(other), open_view(other, "patches@7")
+    with pytest.raises(FedvlmError, match="gives no patches@7"):
+        open_view(other, "patches@7")
+    more = Patched(fingerprint=other.fingerprint)
+    plain, grid = open_view(more), open_view(more, "patches@7")
     assert plain.folder != grid.folder and len(plain.index) == 22 and len(grid.index) == 0
     assert "@" not in grid.folder.name
+    for _ in range(2):
+        x, _, _ = features(source, more, seen="patches@7")
+        assert x.shape == (22, 2, 3) and x.dtype == torch.uint8 and x[5].flatten().tolist() == list(range(6))
 
 
 def test_twins_are_encoded_once_wherever_they_lie(tmp_path, source):

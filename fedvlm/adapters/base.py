@@ -1,14 +1,18 @@
 """What an adapter is, and what it may know of the task."""
 
+from __future__ import annotations
+
+import copy
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import generator
+from fedvlm.tasks import CLASSES, Kind
 
 
 class Task(NamedTuple):
@@ -18,6 +22,7 @@ class Task(NamedTuple):
     text: Tensor | None  # [classes, dim], L2-normalised; None where the backbone has no text tower
     dim: int
     scale: float  # the backbone's own logit scale
+    tower: Any = None  # the backbone's own, image or text, where an adapter needs it
 
     def names(self) -> Tensor:
         if self.text is None:
@@ -27,6 +32,11 @@ class Task(NamedTuple):
             )
         return self.text
 
+    def to(self, device: torch.device) -> Task:
+        moved = None if self.text is None else self.text.to(device)
+        tower = None if self.tower is None else copy.deepcopy(self.tower).to(device=device)
+        return self._replace(text=moved, tower=tower)
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -34,7 +44,12 @@ class Adapter:
 
     private: tuple[str, ...] = ()  # names that never leave a client
 
+    learns: ClassVar[Kind] = CLASSES
     reads: ClassVar[str] = "embedding"  # the view of an image it needs; black boxes serve "embedding" only
+    block: ClassVar[int] = 2048  # examples scored at a time
+    heavy: ClassVar[bool] = False  # whether a GPU is worth it
+    most: ClassVar[int] = 1024  # clients side by side
+    needs: ClassVar[str] = ""  # "image tower", "text tower": what of the backbone itself it calls
     transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
     aligns: ClassVar[str] = "images"  # what an alignment compares: adapted image features, or class vectors ("classes")
     watches: ClassVar[tuple[str, ...]] = ()  # what `diagnose` tells, one number a client
@@ -46,8 +61,20 @@ class Adapter:
         """The image embedding as adapted, what the classifier sees: [clients, examples, dim]."""
         return x
 
+    def classes(self, task: Task, params: Params) -> Tensor:
+        """The class vectors as adapted, [clients, classes, dim], where `aligns` says they are what changes."""
+        raise NotImplementedError
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        """The logits in training, for adapters in which they differ (statistics of the batch)."""
+        return self.logits(task, params, batch.x)
+
+    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits and features in training, for rules that look at both."""
+        return self.training(task, params, batch), self.features(task, params, batch.x)
 
     def transpose(self, task: Task, params: Params, x: Tensor, residual: Tensor) -> Params:
         """The slope in the parameters of a loss whose slope in the logits is `residual`."""

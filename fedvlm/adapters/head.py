@@ -20,6 +20,9 @@ class Head(Adapter):
     def init(self, task: Task, seed: int) -> Params:
         return {"head": classifier(task, self.init_from, seed)}
 
+    def classes(self, task: Task, params: Params) -> Tensor:
+        return params["head"]
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * linear(x, params["head"])
 

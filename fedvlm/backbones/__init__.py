@@ -9,7 +9,8 @@ ASSETS = Path(__file__).parent / "assets"
 
 
 def load(name: str) -> Backbone:
-    """mini-clip · a folder or hub name in Hugging Face format · onnx:FILE · http(s)://… · python:module:function."""
+    """mini-clip · a folder or hub name in Hugging Face format · onnx:FILE · http(s)://… · python:module:function ·
+    pixels:SIZE."""
     if name.startswith("onnx:") or name.endswith(".onnx"):
         from fedvlm.backbones.onnx import Onnx
 
@@ -18,6 +19,10 @@ def load(name: str) -> Backbone:
         from fedvlm.backbones.http import Endpoint
 
         return Endpoint(name)
+    if name.startswith("pixels:"):
+        from fedvlm.backbones.pixels import Pixels
+
+        return Pixels(name, name.removeprefix("pixels:"))
     if name.startswith("python:"):
         from fedvlm.backbones.callable import Callable
 
@@ -27,7 +32,7 @@ def load(name: str) -> Backbone:
     if not Path(name).expanduser().is_dir() and name != "mini-clip" and name.count("/") != 1:
         raise FedvlmError(
             f"backbone={name}: no such folder; give mini-clip, a folder in Hugging Face format, a hub name (owner/model), "
-            "onnx:FILE, http(s)://…, or python:module:function"
+            "onnx:FILE, http(s)://…, python:module:function, or pixels:SIZE"
         )
     folder = ASSETS / name if name == "mini-clip" else folder_of(name)
     return Clip(name, folder) if describe(folder).get("model_type") == "clip" else Vision(name, folder)

@@ -1,7 +1,7 @@
 """What a frozen encoder must offer. A black box offers images → embeddings and nothing else."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,6 +12,13 @@ from torch.nn import functional as F
 from fedvlm.core import FedvlmError
 
 PIXELS = 64_000_000  # an image larger than this is refused before it is decoded
+
+
+class Form(NamedTuple):
+    """What one image is in a view: its shape, and the numbers it is kept as."""
+
+    shape: tuple[int, ...]
+    kind: str = "<f4"
 
 
 class Backbone(Protocol):
@@ -28,6 +35,46 @@ class Backbone(Protocol):
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         """L2-normalised embeddings [phrases, dim], float32; None without a text tower."""
         ...
+
+
+def form(backbone: Backbone, view: str) -> Form:
+    """Everybody has embeddings; what else there is, the backbone says."""
+    if view == "embedding" and not isinstance(backbone, Sees):
+        return Form((backbone.dim,))
+    found = backbone.form(view) if isinstance(backbone, Sees) else None
+    if found is None:
+        gives = "embeddings only: it is a black box" if backbone.black_box else f"no {view}"
+        raise FedvlmError(
+            f"backbone={backbone.name} gives {gives}, "
+            f"and this adapter reads {view}; adapters head, attention, rotation, linear and mlp read embeddings"
+        )
+    return found
+
+
+def look(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor:
+    """The images in that view, [images, …]."""
+    return backbone.images(images) if view == "embedding" else backbone.encode(images, view)  # type: ignore[attr-defined]
+
+
+def towers(backbone: Backbone, needed: str) -> Any:
+    """A CLIP's own image or text tower; None where there is none to give."""
+    if not needed:
+        return None
+    found = getattr(backbone, needed.replace(" ", "_"), None)
+    if found is None:
+        raise FedvlmError(
+            f"backbone={backbone.name} gives no {needed}, and this adapter needs one; use a CLIP in Hugging Face format"
+        )
+    return found
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """A backbone with more to show than embeddings."""
+
+    def form(self, view: str) -> Form | None: ...
+
+    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor: ...
 
 
 def checked(embeddings: Any, count: int, who: str, dim: int = 0) -> Tensor:

@@ -16,9 +16,11 @@ from typing import Any, ClassVar
 import torch
 from PIL import Image
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedvlm.backbones.base import Form
+from fedvlm.backbones.text import TextTower
 from fedvlm.core import FedvlmError
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -148,6 +150,40 @@ class Clip(Towers):
         tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt").to(self.device)
         pooled = self.model.text_model(**tokens).pooler_output
         return F.normalize(self.model.text_projection(pooled), dim=-1).cpu()
+
+    def form(self, view: str) -> Form | None:
+        size = int(describe(self.folder)["vision_config"].get("image_size", 224))
+        return {"embedding": Form((self.dim,)), "pixels": Form((3, size, size), "u1")}.get(view)
+
+    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
+        """Pixels as CLIP crops them, 0 … 255: a quarter of the space, and the tower scales them itself."""
+        found = self.processor(images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt")
+        return found["pixel_values"].to(torch.uint8)  # type: ignore[no-any-return]
+
+    @cached_property
+    def image_tower(self) -> nn.Module:
+        model = _load(self.kind, self.folder)
+        return ImageTower(model.vision_model, model.visual_projection, self.processor)
+
+    @cached_property
+    def text_tower(self) -> TextTower:
+        return TextTower.of(_load(self.kind, self.folder), self.tokenizer)
+
+
+class ImageTower(nn.Module):
+    """CLIP's image half from raw pixels to the embedding, not yet normalised; twice, as a network gives logits too."""
+
+    def __init__(self, vision: nn.Module, projection: nn.Module, processor: Any):
+        super().__init__()
+        self.vision, self.projection = vision, projection
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(processor, f"image_{name}")) * 255
+            self.register_buffer(name, values.view(3, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = ((x - self.mean) / self.std).to(self.projection.weight.dtype)  # type: ignore[operator,arg-type]
+        found = self.projection(self.vision(pixel_values=x).pooler_output)
+        return found, found
 
 
 class Vision(Towers):

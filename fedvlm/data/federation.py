@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Task
-from fedvlm.backbones.base import Backbone
+from fedvlm.backbones.base import Backbone, towers
 from fedvlm.core import SPLITS, Data, FedvlmError
 from fedvlm.data import partition as who
-from fedvlm.data.source import ALONE, Source
+from fedvlm.data.source import ALONE, Source, digest
 from fedvlm.data.store import Progress, class_names, features, fingerprint
+from fedvlm.data.text import ALPHABET
 from fedvlm.errors import nearest
 from fedvlm.seeds import key
+from fedvlm.tasks import CHARACTERS, CLASSES, MASKS
 
-Partition = Literal["auto", "domain", "iid", "dirichlet", "pathological", "domain-dirichlet", "pooled"]
+Partition = Literal["auto", "domain", "iid", "dirichlet", "pathological", "domain-iid", "domain-dirichlet", "pooled"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Layout:
     """Who holds what. These are keys of the command line."""
 
     partition: Partition = "auto"  # auto: one client a domain where there are domains, else dirichlet
-    clients: int = 10  # how many (for domain-dirichlet: in each domain)
+    clients: int = 10  # how many (for domain-iid and domain-dirichlet: in each domain)
     alpha: float = 0.5  # dirichlet: small is skewed
     per_client: int = 0  # pathological: classes a client, overlapping; 0 deals each class to one client
     shots: int = 0  # training images a class and client; 0 is all
@@ -36,7 +38,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Pool:
-    """Every readable image as the frozen model sees it, before anybody holds it."""
+    """Every readable example as the frozen model sees it, before anybody holds it."""
 
     source: Source
     x: Tensor
@@ -44,7 +46,7 @@ class Pool:
     fingerprint: str
     backbone: str
     skipped: dict[str, str] = field(default_factory=dict)
-    black_box: bool = False
+    y: Tensor | None = None  # where the answers are no classes: masks
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,27 @@ class Federation:
 
 
 def pool(
-    source: Source, backbone: Backbone, template: str, broken: str = "skip", progress: Progress | None = None
+    source: Source,
+    backbone: Backbone,
+    template: str,
+    broken: str = "skip",
+    progress: Progress | None = None,
+    view: str = "embedding",
+    needs: str = "",
 ) -> Pool:
-    x, keys, skipped = features(source, backbone, broken, progress)
+    x, keys, skipped = features(source, backbone, broken, progress, view)
+    y, more = None, list[bytes]()
+    if source.kind is MASKS:
+        y, more, bad = features(replace(source, items=source.masks), backbone, broken, None, view)
+        y = (y.float().mean(1) > 127).to(torch.uint8)  # the masks went the images' way: same cut, same size
+        pairs = zip(source.items, source.masks, strict=True)
+        skipped |= {i.path: f"its mask: {bad[m.path]}" for i, m in pairs if m.path in bad}
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
-    source = replace(source, items=tuple(source.items[k] for k in good))
+    kept = tuple(source.masks[k] for k in good) if source.masks else ()
+    source = replace(source, items=tuple(source.items[k] for k in good), masks=kept)
     if not good:
         raise FedvlmError(f"data={source.name}: none of its images can be read")
-    if len(source.classes) < 2:
+    if len(source.classes) < 2 and source.kind is CLASSES:
         raise FedvlmError(
             f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
             f"such as {next(iter(skipped))}; a classifier needs at least two"
@@ -87,9 +102,19 @@ def pool(
     if "{}" not in template:
         raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
     phrases = [template.replace("{}", name.replace("_", " ").lower()) for name in source.classes]
-    task = Task(tuple(source.classes), class_names(backbone, phrases), backbone.dim, backbone.scale)
-    mark = fingerprint([keys[k] for k in good], [f"{i.domain}/{i.label}" for i in source.items])
-    return Pool(source, x[good], task, mark, f"{backbone.name}@{backbone.fingerprint}", skipped, backbone.black_box)
+    text = class_names(backbone, phrases) if backbone.dim else None
+    task = Task(tuple(source.classes), text, backbone.dim, backbone.scale, towers(backbone, needs))
+    mark = fingerprint([k[j] for j in good for k in (keys, more) if k], [f"{i.domain}/{i.label}" for i in source.items])
+    named = f"{backbone.name}@{backbone.fingerprint}"
+    return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
+
+
+def pool_of_text(source: Source) -> Pool:
+    """Characters need no model to look at them."""
+    assert source.tokens is not None
+    task = Task(tuple(ALPHABET), None, 0, 1.0)
+    mark = fingerprint([digest(source.tokens.tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
+    return Pool(source, torch.from_numpy(source.tokens), task, mark, "none@none")
 
 
 def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
@@ -99,7 +124,8 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     domains = [i.domain for i in items]
     if len(layout.split) != 3 or min(layout.split) < 0 or layout.split[0] <= 0:
         raise FedvlmError(f"split={layout.split} must be three shares, train above 0, such as 60,20,20")
-    part = who.split([i.label for i in items], domains, [i.group for i in items], seed, layout.split)
+    strata = domains if pool.source.kind is CHARACTERS else [i.label for i in items]  # a block holds many characters
+    part = who.split(strata, domains, [i.group for i in items], seed, layout.split)
     owner, names, homes = _hold(layout, y, part, domains, seed)
     keep = who.few_shot(y, owner, part, layout.shots, seed)
     order = np.lexsort((np.arange(len(y)), part, owner))
@@ -108,7 +134,8 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     ends = np.cumsum(cells.sum(1))
     bounds = np.concatenate([(ends - cells.sum(1))[:, None], (ends - cells.sum(1))[:, None] + np.cumsum(cells, 1)], 1)
     rows = torch.from_numpy(order)
-    data = Data(pool.x[rows], torch.from_numpy(y)[rows], bounds, np.arange(len(names)), seed)
+    answers = torch.from_numpy(y) if pool.y is None else pool.y
+    data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed)
     unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
@@ -148,7 +175,7 @@ def _hold(
     known = sorted(set(domains))
     has_domains = known != [ALONE]
     kind = layout.partition if layout.partition != "auto" else ("domain" if has_domains else "dirichlet")
-    if kind in ("domain", "domain-dirichlet") and not has_domains:
+    if kind.startswith("domain") and not has_domains:
         raise FedvlmError(
             f"partition={kind} needs domain/class/image, and this data has no domains; use partition=dirichlet"
         )
@@ -157,11 +184,12 @@ def _hold(
     place = np.array([known.index(d) for d in domains])
     if kind in ("domain", "pooled"):
         return place, known, known
-    if kind == "domain-dirichlet":
+    if kind in ("domain-iid", "domain-dirichlet"):
         owner, names = np.zeros(len(y), np.int64), []
         for k, domain in enumerate(known):
             mine = np.flatnonzero(place == k)
-            mix = who.dirichlet(y[mine], part[mine], layout.clients, key(seed, 29, k), layout.alpha)
+            cut = (y[mine], part[mine], layout.clients, key(seed, 29, k))
+            mix = who.iid(*cut) if kind == "domain-iid" else who.dirichlet(*cut, layout.alpha)
             owner[mine] = k * layout.clients + mix
             names += [f"{domain}-{i}" for i in range(layout.clients)]
         return owner, names, [d for d in known for _ in range(layout.clients)]
@@ -180,7 +208,8 @@ def table(federation: Federation) -> list[dict]:
     d, rows = federation.data, []
     for k, name in enumerate(federation.names):
         low, high = d.bounds[k, 0], d.bounds[k, 1]
-        per_class = torch.bincount(d.y[low:high], minlength=len(federation.task.classes)).tolist()
+        classes = d.y[low:high].long() if d.y.dim() == 1 else torch.zeros(high - low, dtype=torch.long)
+        per_class = torch.bincount(classes, minlength=len(federation.task.classes)).tolist()
         sizes = {s: int(d.counts(s)[k]) for s in SPLITS}
         rows.append({"client": name, "unseen": k in federation.unseen, **sizes, "classes": per_class})
     return rows

@@ -1,4 +1,5 @@
-"""Where images come from: a folder (or zip) of `domain/class/image`, or of `class/image`; or the embedded emoji."""
+"""Where examples come from: a folder (or zip) of `domain/class/image`, of `class/image`, or of `site/image/…` beside
+`site/mask/…`; a .jsonl file of who said what; or the embedded emoji."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ import re
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from fedvlm.backbones.base import PIXELS
 from fedvlm.core import FedvlmError
+from fedvlm.tasks import CLASSES, MASKS, Kind
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -39,6 +42,9 @@ class Source:
     name: str
     root: Path
     items: tuple[Item, ...]
+    kind: Kind = CLASSES
+    masks: tuple[Item, ...] = ()  # of each item, in the same order
+    tokens: np.ndarray | None = None  # of each item, where the items are text
 
     @property
     def domains(self) -> list[str]:
@@ -59,8 +65,31 @@ class Source:
                 yield k, data
 
 
-def open_source(name: str, group: str = "") -> Source:
-    """`emoji`, or a path. The depth of the folders says whether there are domains."""
+def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8) -> Source:
+    """`emoji`, or a path. The depth of the folders says whether there are domains. `domains` keeps only so many, drawn
+    by their names, the same for every seed; `stride` is for text."""
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        from fedvlm.data.text import open_text
+
+        return open_text(Path(name).expanduser(), domains, stride)
+    return fewer(_open(name, group), domains)
+
+
+def drawn(names: Iterable[str], count: int) -> set[str]:
+    """So many of the names (0: all), as good as at random and always the same."""
+    known = sorted(set(names), key=lambda n: (digest(n.encode()), n))
+    if not 0 <= count <= len(known):
+        raise FedvlmError(f"domains={count}: there are {len(known)}; give at most that, or 0 for all")
+    return set(known[:count] if count else known)
+
+
+def fewer(source: Source, count: int) -> Source:
+    kept = drawn(source.domains, count)
+    items = tuple(i for i in source.items if i.domain in kept)
+    return replace(source, items=items, masks=tuple(m for m in source.masks if m.domain in kept))
+
+
+def _open(name: str, group: str) -> Source:
     if name == "emoji":
         return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")  # the same emoji in every style
     root = Path(name).expanduser()
@@ -111,10 +140,26 @@ def _collect(name: str, root: Path, names: list[str], group: str) -> Source:
     for n in shown:
         *domain, label, file = n.split("/")
         items.append(Item(n, domain[0] if domain else ALONE, label, _group(group, file)))
+    if depth == 2 and {i.label for i in items} == {"image", "mask"}:
+        return _paired(name, root, items)
     source = Source(name, root, tuple(items))
     if len(source.classes) < 2:
         raise FedvlmError(f"data={name}: only one class ({source.classes[0]}); a classifier needs at least two")
     return source
+
+
+def _paired(name: str, root: Path, items: list[Item]) -> Source:
+    """Each image with the mask of the same name; what is inside the mask is the one thing to find."""
+    at: dict[tuple[str, ...], Item] = {}
+    for item in items:
+        at.setdefault((item.label, item.domain, PurePosixPath(item.path).stem), item)
+    images = [i for i in items if i.label == "image"]
+    masks = [at.get(("mask", i.domain, PurePosixPath(i.path).stem)) for i in images]
+    if None in masks or len(at) != len(items) or 2 * len(images) != len(items):
+        alone = next((i.path for i, m in zip(images, masks, strict=True) if m is None), "a name that is there twice")
+        raise FedvlmError(f"data={name}: every site/image/NAME needs one site/mask/NAME; look at {alone}")
+    inside = [replace(i, label="inside") for i in images]
+    return Source(name, root, tuple(inside), MASKS, tuple(m for m in masks if m))
 
 
 def _group(pattern: str, file: str) -> str:

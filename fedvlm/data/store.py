@@ -17,19 +17,20 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.backbones.base import Backbone
+from fedvlm.backbones.base import Backbone, Form, form, look
 from fedvlm.core import FedvlmError
 from fedvlm.data.source import Source, decode, digest
 from fedvlm.errors import nearest
 
 BATCH = 64
-SEGMENT = 2048  # rows: a crash loses at most this many
+SEGMENT, LARGE = 2048, 64 << 20  # rows, bytes: a crash loses at most this much
 
 Progress = Callable[[int, int], None]
 
@@ -43,7 +44,7 @@ class View:
     """One view of images through one backbone: rows by content hash, memory-mapped."""
 
     folder: Path
-    dim: int
+    form: Form
 
     def __post_init__(self) -> None:
         self.index: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # oldest first
@@ -59,7 +60,7 @@ class View:
 
     @property
     def kind(self) -> np.dtype:
-        return np.dtype([("key", "V16"), ("check", "<u4"), ("row", "<f4", (self.dim,))])
+        return np.dtype([("key", "V16"), ("check", "<u4"), ("row", self.form.kind, self.form.shape)])
 
     def _map(self, path: Path) -> None:
         try:
@@ -112,21 +113,22 @@ def checksum(key: bytes, row: np.ndarray) -> int:
 
 def open_view(backbone: Backbone, view: str = "embedding") -> View:
     folder = home() / "features" / f"{Path(backbone.name).name}-{backbone.fingerprint[:12]}-{view.replace('@', '-')}"
-    return View(folder, backbone.dim)
+    return View(folder, Form((backbone.dim,)) if view == "text" else form(backbone, view))
 
 
 def features(
-    source: Source, backbone: Backbone, broken: str = "skip", progress: Progress | None = None
+    source: Source, backbone: Backbone, broken: str = "skip", progress: Progress | None = None, seen: str = "embedding"
 ) -> tuple[Tensor, list[bytes], dict[str, str]]:
-    """Embeddings [items, dim] in the source's order, content hashes, and the files left out with the reason.
+    """That view [items, …] in the source's order, content hashes, and the files left out with the reason.
 
     broken="skip" leaves unreadable images out (and names them); "refuse" stops at the first.
     """
-    view = open_view(backbone)
+    view = open_view(backbone, seen)
     keys: list[bytes] = []
     skipped: dict[str, str] = {}
-    out = np.full((len(source.items), backbone.dim), np.nan, np.float32)
-    pending = _Pending(view, backbone, out)
+    kind = np.dtype(view.form.kind)
+    out = np.full((len(source.items), *view.form.shape), np.nan if kind.kind == "f" else 0, kind)
+    pending = _Pending(view, partial(look, backbone, view=seen), out)
     for k, data in source.read():
         key = digest(data)
         keys.append(key)
@@ -164,8 +166,8 @@ def class_names(backbone: Backbone, phrases: list[str]) -> Tensor | None:
 class _Pending:
     """Images waiting to be encoded, and rows waiting to be written."""
 
-    def __init__(self, view: View, backbone: Backbone, out: np.ndarray):
-        self.view, self.backbone, self.out = view, backbone, out
+    def __init__(self, view: View, look: Callable[[list], Tensor], out: np.ndarray):
+        self.view, self.look, self.out = view, look, out
         self.images: list = []
         self.keys: list[bytes] = []
         self.rows: list[np.ndarray] = []
@@ -184,12 +186,12 @@ class _Pending:
         self.images.append(image)
         if len(self.images) >= BATCH:
             self._encode()
-        if sum(map(len, self.rows)) >= SEGMENT:
+        if sum(map(len, self.rows)) >= SEGMENT or sum(r.nbytes for r in self.rows) >= LARGE:
             self._write()
 
     def _encode(self) -> None:
         if self.images:
-            self.rows.append(self.backbone.images(self.images).numpy())
+            self.rows.append(self.look(self.images).numpy())
             self.images = []
 
     def _write(self) -> None:

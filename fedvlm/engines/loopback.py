@@ -94,7 +94,7 @@ class Loopback:
             return {"val": (torch.Size([1]), kind)}
         if step == "score":
             views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
-            names = ["count"] + [f"{v}.{what}" for v in views for what in ("correct", "loss")]
+            names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
             return {k: (torch.Size([1, 3]), kind) for k in names}
         return {k: (torch.Size([1]), kind) for k in self.method.adapter.watches}
 
@@ -117,6 +117,7 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
         "classes": task.classes,
         "dim": task.dim,
         "scale": task.scale,
+        "backbone": setup.config.backbone,
         "seed": data.seed,
         "rounds": data.rounds,
         "threads": max(1, setup.config.threads),

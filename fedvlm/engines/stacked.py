@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from fedvlm.engines.rows import Rows
 from fedvlm.method import Method
 
 Warn = Callable[[str], None]
+CPU = torch.device("cpu")
 
 
 class Stacked:
@@ -23,11 +25,18 @@ class Stacked:
         chunk: int = 0,
         rows: Path | None = None,
         warn: Warn = print,
+        device: str = "cpu",
     ):
-        """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says."""
-        self.method, self.data, self.warn = method, data, warn
-        self.chunk = chunk or stack(method)
+        """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says.
+        Client steps run on the device, where the examples lie; messages and rows stay in main memory."""
+        self.chunk = chunk or stack(method, device)
         self.rows = Rows(method.newcomer, len(data), rows)
+        self.warn, self.device = warn, torch.device(device)
+        if device != "cpu":
+            data = replace(data, x=data.x.to(device), y=data.y.to(device))
+            new, start = (moved(p, self.device) for p in (method.newcomer, method.initial))
+            method = replace(method, task=method.task.to(self.device), newcomer=new, initial=start)
+        self.method, self.data = method, data
 
     def run(
         self, step: str, ids: np.ndarray, down: Params, round: int, exchange: int
@@ -35,10 +44,11 @@ class Stacked:
         ids = np.sort(ids)
         if self.chunk > 1:  # neighbours in size finish together; see Data.batches
             ids = ids[np.argsort(-self.data.counts("train")[ids], kind="stable")]
+        down = moved(down, self.device)
         for first in range(0, len(ids), self.chunk):
             part = ids[first : first + self.chunk]
-            own = self.rows.read(part, round if exchange or step != "train" else round - 1)
-            own, up = self.method.play(step, own, down, self.at(part, round))
+            own = moved(self.rows.read(part, round if exchange or step != "train" else round - 1), self.device)
+            own, up = (moved(p, CPU) for p in self.method.play(step, own, down, self.at(part, round)))
             good = finite(own | up, len(part))
             if not good.all():
                 names = ", ".join(str(i) for i in part[~good])
@@ -59,6 +69,10 @@ class Stacked:
         self.rows.flush()
 
 
+def moved(params: Params, device: torch.device) -> Params:
+    return {k: v.to(device) for k, v in params.items()}
+
+
 def finite(rows: Params, clients: int) -> np.ndarray:
     """Which clients' tensors hold only numbers: a sum is not finite if any of its terms is not."""
     good = torch.ones(clients, dtype=torch.bool)
@@ -67,8 +81,8 @@ def finite(rows: Params, clients: int) -> np.ndarray:
     return good.numpy()
 
 
-def stack(method: Method) -> int:
-    """How many clients to train side by side: as many as keep their parameters within 4 MiB, near a core's cache;
-    from there on a larger chunk gains nothing (benchmarks/speed.py measures it)."""
+def stack(method: Method, device: str = "cpu") -> int:
+    """How many clients to train side by side: as many as keep their parameters within 4 MiB, near a core's cache; from
+    there on a larger chunk gains nothing (benchmarks/speed.py measures it). A GPU gains for as long as they fit."""
     size = nbytes(method.initial) + nbytes(method.newcomer)
-    return int(max(1, min(1024, (4 << 20) // max(1, size))))
+    return int(max(1, min(method.adapter.most, (4 << (20 if device == "cpu" else 28)) // max(1, size))))

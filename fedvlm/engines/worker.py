@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from fedvlm import backbones
 from fedvlm.adapters.base import Task
+from fedvlm.backbones.base import towers
 from fedvlm.config import resolve
 from fedvlm.core import Data, Params
 from fedvlm.engines.stacked import Stacked
@@ -38,8 +40,9 @@ class Client:
         about = json.loads((folder / "client.json").read_text())
         torch.set_num_threads(about["threads"])
         public, own = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
-        task = Task(tuple(about["classes"]), public.get("text"), about["dim"], about["scale"])
         setup = resolve(about["method"], about["given"])
+        tower = towers(backbones.load(about["backbone"]), setup.adapter.needs) if setup.adapter.needs else None
+        task = Task(tuple(about["classes"]), public.get("text"), about["dim"], about["scale"], tower)
         method = Method.build(setup.adapter, setup.local, setup.merge, task, about["seed"])
         ids, bounds = np.array([about["id"]]), np.array([about["bounds"]])
         data = Data(own["x"], own["y"], bounds, ids, about["seed"], 0, about["rounds"])

@@ -19,9 +19,9 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
     count = up["count"].numpy()
     with np.errstate(invalid="ignore", divide="ignore"):
         scores = {
-            view: tuple(up[f"{view}.{what}"].double().numpy() / count for what in ("correct", "loss"))
+            view: tuple(up[f"{view}.{what}"].double().numpy() / count for what in ("score", "loss"))
             for view in ("shared", "personal")
-            if f"{view}.correct" in up
+            if f"{view}.score" in up
         }
     if "personal" not in scores:  # nothing is private: everybody's own model is the shared one
         scores["personal"] = scores["shared"]

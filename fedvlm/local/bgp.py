@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fedvlm.core import Batch, Params
 from fedvlm.local.descent import Slopes, by_autograd
-from fedvlm.local.model import LOSSES, Model
+from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
+from fedvlm.tasks import Objective
 
 
 @dataclass(frozen=True)
@@ -25,24 +26,29 @@ class Bgp(Sgd):
 
     def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
         def loss(now: Params, batch: Batch) -> Tensor:
-            each = LOSSES[self.objective](model.logits(now, batch.x), batch)
-            if not {"both": batch.step % 2, "task": False, "aligned": True}[self.phases]:
-                return each
-            return each + self.align * self.distance(model, now, anchor, batch)
+            near = {"both": bool(batch.step % 2), "task": False, "aligned": True}[self.phases]
+            if near:
+                return aligned(model, self.objective, now, anchor, batch, self.align)
+            return model.loss(self.objective, now, batch)
 
         return by_autograd(loss)
 
-    def distance(self, model: Model, now: Params, anchor: Params, batch: Batch) -> Tensor:
-        old = now | {k: v.expand_as(now[k]) for k, v in anchor.items()}
-        if model.adapter.aligns == "classes":
-            here, there = (p["head"] for p in (now, old))
-            weight = torch.full(here.shape[:2], 1 / here.shape[1], dtype=here.dtype)
-        else:
-            here = model.adapter.features(model.task, now, batch.x)
-            with torch.no_grad():
-                there = model.adapter.features(model.task, old, batch.x)
-            weight = batch.weight
-        return coral(here, there.detach(), weight)
+
+def aligned(model: Model, objective: Objective, now: Params, anchor: Params, batch: Batch, strength: float) -> Tensor:
+    """The loss + strength × CORAL between the features of this model and of the one that was sent, one number a client.
+    Both see the batch as in training: a network's running statistics lag behind, and there the features would explode."""
+    adapter, old = model.adapter, now | {k: v.expand_as(now[k]) for k, v in anchor.items() if k in now}
+    if adapter.aligns == "classes":
+        here, there = (adapter.classes(model.task, p) for p in (now, old))
+        weight = torch.full_like(here[..., 0], 1 / here.shape[1])
+        each = model.loss(objective, now, batch)
+    else:
+        logits, here = adapter.both(model.task, now, batch)
+        with torch.no_grad():
+            _, there = adapter.both(model.task, old, batch)
+        weight = batch.weight
+        each = adapter.learns.losses[objective](logits, batch)
+    return each + strength * coral(here, there.detach(), weight)
 
 
 def coral(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

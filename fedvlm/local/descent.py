@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params
+from fedvlm.core import Batch, Data, Params, tracked
 
 Loss = Callable[[Params, Batch], Tensor]  # one number a client
+FOLLOW = 0.1  # of the way from a running statistic to a batch's, each step: batch norm's usual momentum
+
 Slopes = Callable[[Params, Batch], tuple[Tensor, Sequence[Tensor]]]  # that, and its gradient in each parameter
 
 
@@ -39,7 +41,7 @@ class Pace:
 @torch.no_grad()
 def descend(pace: Pace, params: Params, data: Data, slopes: Slopes) -> Tensor:
     """Trains `params` [clients, ...] in place for the round's epochs; the mean training loss of each client."""
-    total = torch.zeros(len(data), dtype=data.x.dtype)
+    total = torch.zeros(len(data), dtype=data.kind, device=data.x.device)
     steps = np.ceil(data.counts("train") / pace.batch) * pace.epochs
     if not params:
         return total
@@ -52,7 +54,7 @@ def descend(pace: Pace, params: Params, data: Data, slopes: Slopes) -> Tensor:
         each, found = slopes(now, batch)
         walk.step(active, found, rate)
         total[:active] += each
-    return total / torch.from_numpy(np.maximum(steps, 1)).to(total.dtype)
+    return total / data.here(np.maximum(steps, 1)).to(total.dtype)
 
 
 def by_autograd(loss: Loss) -> Slopes:
@@ -74,7 +76,7 @@ def tied(slopes: Slopes, anchor: Params, pull: float) -> Slopes:
         each, found = slopes(now, batch)
         if pull == 0 or not anchor:
             return each, found
-        away = {k: v - anchor[k] for k, v in now.items() if k in anchor}
+        away = {k: v - anchor[k] for k, v in now.items() if k in anchor and not tracked(k)}
         extra = torch.stack([a.square().flatten(1).sum(1) for a in away.values()]).sum(0)
         pulled = [f + pull * away[k] if k in away else f for k, f in zip(now, found, strict=True)]
         return each + pull / 2 * extra, pulled
@@ -82,11 +84,19 @@ def tied(slopes: Slopes, anchor: Params, pull: float) -> Slopes:
     return more
 
 
+def ahead(now: Params, found: Sequence[Tensor], rate: float) -> Params:
+    """One plain step from here, elsewhere: what is trained stays where it is."""
+    return {k: v if tracked(k) else v - rate * f for (k, v), f in zip(now.items(), found, strict=True)}
+
+
 class Walk:
     """SGD, Adam, AdamW as torch.optim defines them, in place, on the first `active` clients."""
 
     def __init__(self, pace: Pace, params: Params):
-        self.pace, self.values, self.steps = pace, list(params.values()), 0
+        self.pace, self.steps = pace, 0
+        self.follow = [(i, v) for i, (k, v) in enumerate(params.items()) if tracked(k)]
+        self.which = [i for i, k in enumerate(params) if not tracked(k)]
+        self.values = [v for k, v in params.items() if not tracked(k)]
         if not all(v.is_contiguous() for v in self.values):
             raise ValueError("parameters must be contiguous: the fused kernels would read them wrongly, and silently")
         slots = {"sgd": 1 if pace.momentum else 0, "adam": 2, "adamw": 2}[pace.optimiser]
@@ -94,6 +104,10 @@ class Walk:
 
     def step(self, active: int, slopes: Sequence[Tensor], rate: float) -> None:
         self.steps += 1
+        for i, v in self.follow:
+            v[:active].sub_(slopes[i], alpha=FOLLOW)
+        if self.follow:
+            slopes = [slopes[i] for i in self.which]
         values = [v[:active] for v in self.values]
         slots = [[s[:active] for s in slot] for slot in self.slots]
         if self.pace.optimiser == "sgd":
@@ -112,7 +126,7 @@ class Walk:
     def _adam(self, values: list[Tensor], slopes: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
         # torch's own fused kernel: a third of the time of separate passes (benchmarks/steps.py)
         kernel = torch._fused_adam_ if self.pace.optimiser == "adam" else torch._fused_adamw_
-        steps = [torch.tensor(float(self.steps))] * len(values)
+        steps = [torch.tensor(float(self.steps), device=values[0].device)] * len(values) if values else []
         beta1, beta2 = self.pace.betas
         kernel(
             values,

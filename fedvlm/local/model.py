@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Batch, Params
 from fedvlm.local.descent import Slopes, by_autograd
-
-Objective = Literal["cross-entropy", "contrastive"]
+from fedvlm.tasks import Objective
 
 
 @dataclass(frozen=True)
@@ -23,6 +19,10 @@ class Model:
 
     def logits(self, params: Params, x: Tensor) -> Tensor:
         return self.adapter.logits(self.task, params, x)
+
+    def loss(self, objective: Objective, params: Params, batch: Batch) -> Tensor:
+        """In training, one number a client."""
+        return self.adapter.learns.losses[objective](self.adapter.training(self.task, params, batch), batch)
 
     def slopes(self, objective: Objective, held: Params | None = None) -> Slopes:
         """The loss and its slope in the parameters that are trained; those `held` beside them stay. By hand where the
@@ -39,12 +39,7 @@ class Model:
 
         if objective == "cross-entropy" and self.adapter.transposes:
             return by_hand
-        loss = LOSSES[objective]
-        return by_autograd(lambda now, batch: loss(self.logits(beside(now, batch), batch.x), batch))
-
-
-def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    return batch.mean(logits.logsumexp(-1) - logits.gather(-1, batch.y[..., None])[..., 0])
+        return by_autograd(lambda now, batch: self.loss(objective, beside(now, batch), batch))
 
 
 def cross_entropy_slope(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -53,22 +48,3 @@ def cross_entropy_slope(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     loss = batch.mean((total - logits.gather(-1, y))[..., 0])
     weight = batch.weight[..., None]
     return loss, (logits - total).exp_().mul_(weight).scatter_add_(-1, y, -weight)
-
-
-def contrastive(logits: Tensor, batch: Batch) -> Tensor:
-    """The public FedCLIP code's loss: each image against the names of the batch's labels, and the reverse."""
-    padding = (batch.weight == 0)[:, None]
-    pairs = logits.gather(-1, batch.y[:, None].expand(-1, logits.shape[1], -1))
-    least = torch.finfo(logits.dtype).min
-
-    def matched(side: Tensor) -> Tensor:
-        own = side.masked_fill(padding, least).log_softmax(-1).diagonal(dim1=-2, dim2=-1)
-        return batch.mean(own.masked_fill(padding[:, 0], 0))
-
-    return -(matched(pairs) + matched(pairs.mT)) / 2
-
-
-LOSSES: dict[Objective, Callable[[Tensor, Batch], Tensor]] = {
-    "cross-entropy": cross_entropy,
-    "contrastive": contrastive,
-}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Batch, Data, Params
-from fedvlm.local.descent import Slopes
+from fedvlm.local.descent import Slopes, ahead
 from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
 
@@ -29,8 +29,7 @@ class PerFedAvg(Sgd):
         def meta(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
             first, second = halves(batch)
             _, found = plain(now, first)
-            ahead = {k: v - self.inner * f for (k, v), f in zip(now.items(), found, strict=True)}
-            each, found = plain(ahead, second)
+            each, found = plain(ahead(now, found, self.inner), second)
             return each, list(found)
 
         return meta
@@ -44,7 +43,7 @@ class PerFedAvg(Sgd):
         for batch in data.batches(whole, self.steps):
             now = {k: v[: len(batch.y)] for k, v in params.items()}
             _, found = plain(now, batch)
-            moved = {k: v - self.inner * f for (k, v), f in zip(now.items(), found, strict=True)}
+            moved = ahead(now, found, self.inner)
             params = {k: torch.cat([moved[k], v[len(batch.y) :]]) for k, v in params.items()}
         return params
 
@@ -52,7 +51,7 @@ class PerFedAvg(Sgd):
 def halves(batch: Batch) -> tuple[Batch, Batch]:
     """Even and odd examples; a client with one example uses it for both."""
     real = (batch.weight > 0).to(batch.weight.dtype)
-    lane = torch.arange(batch.y.shape[1])
+    lane = torch.arange(batch.y.shape[1], device=batch.y.device)
     parts = []
     for odd in (0, 1):
         mine = real * (lane % 2 == odd)

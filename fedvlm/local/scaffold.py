@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params
+from fedvlm.core import Batch, Data, Params, tracked
 from fedvlm.local.copies import COPY
 from fedvlm.local.descent import Slopes
 from fedvlm.local.model import Model
@@ -47,8 +47,10 @@ class Scaffold(Sgd):
     def train(self, model: Model, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
         kept, up = super().train(model, own, down, data)
         way = np.maximum(1, -(-data.counts("train") // self.batch) * self.epochs) * self.rate(data)
-        per = torch.from_numpy(way).to(data.x.dtype)
-        shared = self.trained(down)
-        change = {k: (v - up[k]) / per.view(-1, *[1] * v.dim()) - down[CONTROL + k] for k, v in shared.items()}
+        per = data.here(way).to(data.kind)
+        change = {}
+        for k, v in self.trained(down).items():  # a running statistic drifts by right
+            slope = (v - up[k]) / per.view(-1, *[1] * v.dim()) - down[CONTROL + k]
+            change[k] = torch.zeros_like(slope) if tracked(k) else slope
         drift = {DRIFT + k: own[DRIFT + k] + c for k, c in change.items()}
         return kept | drift, up | {CONTROL + k: c for k, c in change.items()}

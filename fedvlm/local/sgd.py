@@ -10,7 +10,8 @@ from torch import Tensor
 from fedvlm.core import Data, Params, lift, only, spread
 from fedvlm.local import copies
 from fedvlm.local.descent import Pace, Slopes, descend
-from fedvlm.local.model import Model, Objective
+from fedvlm.local.model import Model
+from fedvlm.tasks import Objective
 
 
 @dataclass(frozen=True)

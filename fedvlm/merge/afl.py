@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fedvlm.core import Cohort, State
 from fedvlm.merge.ga import Ga, share
-from fedvlm.merge.mean import Gaps
 
 
 @dataclass(frozen=True)
@@ -15,9 +14,8 @@ class Afl(Ga):
     pace: float = 0.1  # γ
 
     def round(self, state: State, cohort: Cohort) -> State:
-        gaps = Gaps(state.server)
         ids, up = cohort.ask("train", state.shared)
-        gaps.add(ids, up)
+        gaps = self.watch(state, cohort, ids, up)
         weight = share(state.server["weight"][torch.from_numpy(ids)])
         weight = simplex(weight + self.pace * up["before"].double())
         return self.finish(state, cohort, ids, up, weight, gaps)

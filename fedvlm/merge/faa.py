@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedvlm.core import Cohort, Params, State
 from fedvlm.merge.ga import Ga, share
-from fedvlm.merge.mean import Gaps, combine
+from fedvlm.merge.mean import combine
 
 STILL = 1e-8  # a gap that moved less tells no slope
 
@@ -30,9 +30,8 @@ class Faa(Ga):
     def round(self, state: State, cohort: Cohort) -> State:
         if cohort.round % self.every:
             return super().round(state, cohort)
-        gaps = Gaps(state.server)
         ids, up = cohort.ask("train", state.shared)
-        gaps.add(ids, up)
+        gaps = self.watch(state, cohort, ids, up)
         weight = share(state.server["weight"][torch.from_numpy(ids)])
         gap = self.gap(state, cohort, ids, up, weight)
         moved = self.adjust(weight, gap, cohort.round, cohort.rounds)

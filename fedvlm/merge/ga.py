@@ -8,6 +8,7 @@ The gap of a round comes with the next round's reply (see `Gaps`), just when the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from fedvlm.merge.mean import Gaps, Mean, combine, refuse_without_gaps
 
 @dataclass(frozen=True)
 class Ga(Mean):
+    weights: Literal["uniform"] = "uniform"  # the start; sizes have no say
     gaps: bool = True  # always: they are the method
     step: float = 0.2  # of the first round, divided by the number of clients
 
@@ -29,9 +31,8 @@ class Ga(Mean):
         return super().init(clients) | {"weight": torch.ones(clients)}
 
     def round(self, state: State, cohort: Cohort) -> State:
-        gaps = Gaps(state.server)
         ids, up = cohort.ask("train", state.shared)
-        gaps.add(ids, up)
+        gaps = self.watch(state, cohort, ids, up)
         at = torch.from_numpy(ids)
         weight = share(state.server["weight"][at])
         found = torch.tensor([gaps.found.get(i, 0.0) for i in ids.tolist()], dtype=torch.float64)
@@ -51,7 +52,7 @@ class Ga(Mean):
         at = torch.from_numpy(ids)
         kept = state.server["weight"].clone()
         kept[at] = (weight * kept[at].double().sum()).to(kept.dtype)
-        cohort.notes |= {"weights": dict(zip(ids.tolist(), weight.tolist(), strict=True))} | gaps.notes()
+        cohort.notes |= {"weights": dict(zip(ids.tolist(), weight.tolist(), strict=True))}
         cohort.notes["loss"] = float(up["loss"].mean())
         shared = combine(up, state.shared, weight)
         return state._replace(shared=shared, server=state.server | gaps.kept | {"weight": kept})

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Cohort, FedvlmError, Params, State, lift, only
+from fedvlm.core import Cohort, FedvlmError, Params, State, tracked
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Mean:
     def round(self, state: State, cohort: Cohort) -> State:
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in state.shared.items()}
         weights: dict[int, float] = {}
-        agreement, gaps = Agreement(), Gaps(state.server)
+        agreement, gaps = Agreement(self.cosine), Gaps(state.server)
         losses = 0.0
         for ids, up in cohort.stream("train", state.shared):
             weight = up["n"] if self.weights == "size" else torch.ones_like(up["n"])
@@ -39,16 +39,21 @@ class Mean:
                 v += torch.tensordot(weight, up[k], dims=1)
             weights |= zip(ids.tolist(), weight.tolist(), strict=True)
             losses += float(weight @ up["loss"])
-            if self.cosine and total:
-                agreement.add(only(up, total), lift(state.shared))
-            if self.gaps:
-                gaps.add(ids, up)
+            agreement.add(up, state.shared)
+            gaps.add(ids, up)
         scale = sum(weights.values())
-        cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale} | gaps.notes()
-        if agreement.clients > 1:
-            cohort.notes["cosine"] = agreement.mean()
+        cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale}
+        cohort.notes |= gaps.notes() | agreement.notes()
         shared = {k: (v / scale).to(state.shared[k].dtype) for k, v in total.items()}
         return state._replace(shared=shared, server=state.server | gaps.kept)
+
+    def watch(self, state: State, cohort: Cohort, ids: np.ndarray, up: Params) -> Gaps:
+        """For merges that have all replies at once: the same records."""
+        agreement, gaps = Agreement(self.cosine), Gaps(state.server)
+        agreement.add(up, state.shared)
+        gaps.add(ids, up)
+        cohort.notes |= gaps.notes() | agreement.notes()
+        return gaps
 
 
 class Gaps:
@@ -63,6 +68,8 @@ class Gaps:
         self.found: dict[int, float] = {}
 
     def add(self, ids: np.ndarray, up: Params) -> None:
+        if not self.kept:
+            return
         at = torch.from_numpy(ids)
         gap = up["before"] - self.kept["after"][at]
         self.kept["after"][at] = up["after"]
@@ -87,15 +94,22 @@ def combine(up: Params, names: Params, weight: Tensor) -> Params:
 class Agreement:
     """Mean cosine over all pairs of updates, from the sum of unit vectors alone: (‖Σu‖² − n)/(n(n − 1))."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = wanted
         self.sum: Tensor | float = 0.0
         self.clients = 0
 
-    def add(self, rows: Params, anchor: Params) -> None:
-        updates = torch.cat([(rows[k] - anchor[k]).flatten(1).double() for k in sorted(rows)], dim=1)
+    def add(self, up: Params, shared: Params) -> None:
+        names = sorted(k for k in shared if not tracked(k))
+        if not self.wanted or not names:
+            return
+        updates = torch.cat([(up[k] - shared[k][None]).flatten(1).double() for k in names], dim=1)
         lengths = updates.norm(dim=1, keepdim=True)
         self.sum = self.sum + (updates / lengths.clamp(min=1e-300)).sum(0)
         self.clients += int((lengths > 0).sum())
+
+    def notes(self) -> dict[str, float]:
+        return {"cosine": self.mean()} if self.clients > 1 else {}
 
     def mean(self) -> float:
         n = self.clients

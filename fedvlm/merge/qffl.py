@@ -7,15 +7,17 @@ what it was sent (on validation, our reading). q = 0 is FedAvg, uniform.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from fedvlm.core import Cohort, State, lift
-from fedvlm.merge.mean import Gaps, Mean, refuse_without_gaps
+from fedvlm.merge.mean import Mean, refuse_without_gaps
 
 
 @dataclass(frozen=True)
 class Qffl(Mean):
+    weights: Literal["uniform"] = "uniform"  # the losses weigh
     gaps: bool = True  # F comes with them
     q: float = 1.0  # 0 is FedAvg; larger is fairer
     reach: float = 0.1  # η: the paper's 1/L; about what a round's steps add up to
@@ -24,9 +26,8 @@ class Qffl(Mean):
         refuse_without_gaps(self)
 
     def round(self, state: State, cohort: Cohort) -> State:
-        gaps = Gaps(state.server)
         ids, up = cohort.ask("train", state.shared)
-        gaps.add(ids, up)
+        gaps = self.watch(state, cohort, ids, up)
         force = up["before"].double().clamp(min=1e-10)
         pull = {k: (lift(state.shared)[k] - up[k]).double() / self.reach for k in state.shared}
         length = sum((v.flatten(1).square().sum(1) for v in pull.values()), torch.zeros(len(ids), dtype=torch.float64))
@@ -34,6 +35,6 @@ class Qffl(Mean):
         total = (self.q * force ** (self.q - 1) * length + step / self.reach).sum()
         move = {k: torch.tensordot(step, v, dims=1) / total for k, v in pull.items()}
         weights = dict(zip(ids.tolist(), (step / step.sum()).tolist(), strict=True))
-        cohort.notes |= {"weights": weights, "loss": float(up["loss"].mean())} | gaps.notes()
+        cohort.notes |= {"weights": weights, "loss": float(up["loss"].mean())}
         shared = {k: (v - move[k]).to(v.dtype) for k, v in state.shared.items()}
         return state._replace(shared=shared, server=state.server | gaps.kept)

@@ -8,6 +8,7 @@ over seeds; G and P are the tables' own (`by_seed`; last round, test split), so 
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,6 +71,11 @@ class Line:
 
 
 def figure(runs: list[Run], path: Path, look: Look = LIGHT) -> None:
+    with styled(look):
+        draw(gather(runs, look), look).savefig(path, format="png", dpi=200, facecolor=look.paper)
+
+
+def styled(look: Look) -> AbstractContextManager[None]:
     style: Any = {
         "font.size": 8.5,
         "text.parse_math": False,
@@ -79,8 +85,7 @@ def figure(runs: list[Run], path: Path, look: Look = LIGHT) -> None:
     style |= {"axes.spines.top": False, "axes.spines.right": False}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), look.ink)
     style |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), look.faint)
-    with matplotlib.rc_context(style):
-        draw(gather(runs, look), look).savefig(path, format="png", dpi=200, facecolor=look.paper)
+    return matplotlib.rc_context(style)
 
 
 def gather(runs: list[Run], look: Look) -> list[Line]:

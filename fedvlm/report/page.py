@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from fedvlm.core import FedvlmError
 from fedvlm.evaluate.protocols import row, target
+from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, Look, figure
 from fedvlm.report.tables import DASH, against, grouped, settings, short, summarise
 from fedvlm.runs import Run
@@ -34,7 +36,8 @@ def page(runs: list[Run], path: Path) -> None:
         facts=facts(groups),
         table=table,
         verdicts=against(table),
-        pictures={"light": picture(runs, LIGHT), "dark": picture(runs, DARK)},
+        pictures={"light": picture(figure, runs, LIGHT), "dark": picture(figure, runs, DARK)},
+        fairness={"light": picture(fairness.figure, runs, LIGHT), "dark": picture(fairness.figure, runs, DARK)},
         matrices=matrices(groups),
         widest=WIDEST,
         traffic=[traffic(label, infos) for label, infos in groups.items()],
@@ -53,7 +56,7 @@ def facts(groups: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     infos = [i for group in groups.values() for i in group]
     data = [i["data"] for i in infos]
     return {
-        "data": each(f"{d['name']}: {d['images']:,} images, {len(d['classes'])} classes" for d in data),
+        "data": each(f"{d['name']}: {d['images']:,} examples, {len(d['classes'])} classes" for d in data),
         "domains": each(", ".join(d["domains"]) for d in data),
         "backbone": each(i["backbone"]["name"] for i in infos),
         "split": each("/".join(f"{s:g}" for s in i["config"]["split"]) + " % train/val/test" for i in infos),
@@ -74,9 +77,9 @@ def percent(value: float | None) -> str:
     return DASH if value is None or np.isnan(value) else f"{100 * value:.1f}"
 
 
-def picture(runs: list[Run], look: Look) -> str:
+def picture(draw: Callable[[list[Run], Path, Look], None], runs: list[Run], look: Look) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        figure(runs, Path(folder) / "figure.png", look)
+        draw(runs, Path(folder) / "figure.png", look)
         return base64.b64encode((Path(folder) / "figure.png").read_bytes()).decode()
 
 

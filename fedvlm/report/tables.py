@@ -156,15 +156,16 @@ def plus_minus(mean: float | None, std: float | None) -> str:
 def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool) -> list[str]:
     infos = [i for group in groups.values() for i in group]
     backbones = sorted({i["backbone"]["name"].split("@")[0] for i in infos})
-    sets = sorted({f"{i['data']['name']} ({i['data']['images']:,} images)" for i in infos})
+    sets = sorted({f"{i['data']['name']} ({i['data']['images']:,} examples)" for i in infos})
     seeds = sorted({i["config"]["seed"] for i in infos})
     targets = sorted({target(i) for i in infos})
     split = sorted({"/".join(f"{s:g}" for s in i["config"]["split"]) for i in infos})
+    metrics = " and ".join(sorted({i["data"].get("metric", "accuracy") for i in infos}))
     view = "last round" if select == "last" else "round chosen on the training clients' validation split"
     out = [
         f"{', '.join(sets)}; backbone {', '.join(backbones)}; split {', '.join(split)}; held out: {', '.join(targets)}; "
         f"seeds {', '.join(map(str, seeds))}",
-        f"test accuracy in %, {view}; G: shared model on held-out clients, P: personal models, C: all; ± std over seeds",
+        f"test {metrics} in %, {view}; G: shared model on held-out clients, P: personal models, C: all; ± std over seeds",
     ]
     for name, group in groups.items():
         if gaps := partial(group):

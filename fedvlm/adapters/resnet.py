@@ -1,0 +1,119 @@
+"""Full fine-tuning, the traditional way: a residual network (He et al., 2016) from pixels to classes, all of it shared.
+
+Parameters are named as everybody's (conv1, layer1.0.bn1, …, fc), so `start=` takes a pre-trained .safetensors file as
+torchvision and timm write them. Without one it starts at random: no hub is asked. Small images get the usual small stem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.network import Network, Norm, scaled
+from fedvlm.core import FedvlmError, Params
+
+BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+SMALL = 96  # pixels; up to this the stem keeps the resolution
+
+
+@dataclass(frozen=True)
+class ResNet(Network):
+    depth: Literal[10, 18, 34, 50] = 18
+    width: int = 64  # channels of the first stage
+    start: str = ""  # a .safetensors file to start from
+
+    reads: ClassVar[str] = "pixels"
+
+    def build(self, task: Task) -> nn.Module:
+        return Residual(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes))
+
+    def init(self, task: Task, seed: int) -> Params:
+        drawn = super().init(task, seed)
+        return drawn | pretrained(Path(self.start), drawn) if self.start else drawn
+
+
+class Residual(nn.Module):
+    def __init__(self, blocks: tuple[int, ...], width: int, deep: bool, classes: int):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), Norm(width)
+        inside = width
+        for stage, count in enumerate(blocks):
+            members = nn.ModuleList()
+            for k in range(count):
+                block = Block(inside, width * 2**stage, 2 if stage and not k else 1, deep)
+                members.append(block)
+                inside = block.outside
+            setattr(self, f"layer{stage + 1}", members)
+        self.stages = len(blocks)
+        self.fc = nn.Linear(inside, classes)
+        for m in self.modules():
+            if isinstance(m, nn.Conv2d):
+                nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = scaled(x)
+        small = x.shape[-1] <= SMALL
+        x = F.conv2d(x, self.conv1.weight, stride=1 if small else 2, padding=3)
+        x = torch.relu(self.bn1(x, real))
+        x = x if small else F.max_pool2d(x, 3, 2, 1)
+        for stage in range(1, self.stages + 1):
+            for block in getattr(self, f"layer{stage}"):
+                x = block(x, real)
+        features = x.mean((2, 3))
+        return self.fc(features), features
+
+
+class Block(nn.Module):
+    """Two 3×3 convolutions, or (deep) 1×1, 3×3, 1×1 with four times the channels, around a shortcut."""
+
+    def __init__(self, inside: int, width: int, stride: int, deep: bool):
+        super().__init__()
+        self.outside = width * 4 if deep else width
+        sizes = [(inside, width, 1, 1), (width, width, 3, stride), (width, self.outside, 1, 1)]
+        if not deep:
+            sizes = [(inside, width, 3, stride), (width, width, 3, 1)]
+        for i, (before, after, kernel, step) in enumerate(sizes, 1):
+            setattr(self, f"conv{i}", nn.Conv2d(before, after, kernel, step, kernel // 2, bias=False))
+            setattr(self, f"bn{i}", Norm(after))
+        self.count = len(sizes)
+        self.downsample = None
+        if stride > 1 or inside != self.outside:
+            shortcut = nn.Conv2d(inside, self.outside, 1, stride, bias=False)
+            self.downsample = nn.ModuleList([shortcut, Norm(self.outside)])
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        out = x
+        for i in range(1, self.count + 1):
+            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out), real)
+            out = out if i == self.count else torch.relu(out)
+        if self.downsample is not None:
+            convolve, norm = self.downsample
+            x = norm(convolve(x), real)
+        return torch.relu(out + x)
+
+
+def pretrained(path: Path, start: Params) -> Params:
+    """What the file holds of these names, variances as second moments; a classifier of other classes is left out."""
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise FedvlmError(f"start={path}: cannot be read as .safetensors ({error})") from error
+    for name in [n for n in found if n.endswith("running_var")]:
+        mean = found[name.replace("running_var", "running_mean")]
+        found[name.replace("running_var", "running_square")] = found.pop(name) + mean.square()
+    fits = {k: found[k].to(v.dtype) for k, v in start.items() if k in found and found[k].shape == v.shape}
+    missing = [k for k in start if k not in fits and not k.startswith("fc.")]
+    if missing:
+        raise FedvlmError(
+            f"start={path}: {len(missing)} of {len(start)} tensors are missing or of another shape, such as "
+            f"{missing[0]}; is it this depth= and width=?"
+        )
+    return fits
