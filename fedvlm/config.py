@@ -37,6 +37,7 @@ class Config(Layout):
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stand on one side of a split
     domains: int = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
     stride: int = 8  # text: characters from one example to the next
+    outsiders: str = ""  # a folder of images of no class: how well models tell them is recorded (auroc, fpr95)
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
     protocol: Literal["one", "leave-one-domain-out"] = "one"

@@ -59,6 +59,7 @@ class Data:
     seed: int = 0
     round: int = 0
     rounds: int = 1
+    outside: Tensor | None = None  # examples of no class, which everybody may look at
 
     def __len__(self) -> int:
         return len(self.ids)

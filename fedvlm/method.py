@@ -11,11 +11,18 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Data, FedvlmError, Params, State, lift, only
+from fedvlm.evaluate.detection import MEASURES, SCORES
 from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 
-STEPS = ("train", "gauge", "score", "diagnose")  # what a server may ask of a client; nothing else crosses the wire
+STEPS = (
+    "train",
+    "gauge",
+    "score",
+    "detect",
+    "diagnose",
+)  # what a server may ask of a client; nothing else crosses the wire
 
 
 GAUGES = ("before", "after")  # validation loss of what was sent and of what was trained, where a merge needs them
@@ -107,6 +114,8 @@ class Method:
             return own, self.gauge(own, lift(down), data)
         if step == "score":
             return own, self.score(own, down, data)
+        if step == "detect":
+            return own, self.detect(own, down, data)
         if step == "diagnose":
             told = self.adapter.diagnose(self.task, self.local.personal(own, lift(down)))
             return own, {k: v.expand(len(data)) for k, v in told.items()}  # of a shared map there is one for all
@@ -125,6 +134,36 @@ class Method:
             mine = self.local.adapt(self.model, own, lift(down), data)
             up |= tally("personal", cells, self._apart(mine, data))
         return up
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        return ("shared",) * self.generalises + ("personal",) * self.personalises
+
+    @property
+    def detects(self) -> list[str]:
+        """The names of what `detect` answers."""
+        return [f"{v}.{score}.{measure}" for v in self.views for score in SCORES for measure in MEASURES]
+
+    @torch.no_grad()
+    def detect(self, own: Params, down: Params, data: Data) -> Params:
+        """How well each client's test examples are told from those outside, by view, score and measure."""
+        assert data.outside is not None
+        found: dict[str, list[float]] = {name: [] for name in self.detects}
+        mine = self.local.adapt(self.model, own, lift(down), data) if self.personalises else {}
+        for i in range(len(data)):
+            inside = data.x[int(data.bounds[i, 2]) : int(data.bounds[i, 3])]
+            models = {"shared": self.shared(down), "personal": {k: v[i : i + 1] for k, v in mine.items()}}
+            for view in self.views:
+                here, there = (self._inside(models[view], x) for x in (inside, data.outside))
+                for score in SCORES:
+                    for name, measure in MEASURES.items():
+                        value = measure(here[score], there[score])
+                        found[f"{view}.{score}.{name}"].append(np.nan if value is None else value)
+        return {k: torch.tensor(v, dtype=torch.get_default_dtype()) for k, v in found.items()}
+
+    def _inside(self, params: Params, x: Tensor) -> dict[str, Tensor]:
+        parts = [self.adapter.inside(self.task, params, part[None]) for part in torch.split(x, self.adapter.block)]
+        return {k: torch.cat([p[k][0] for p in parts]) if parts else x.new_empty(0) for k in SCORES}
 
     @torch.no_grad()
     def gauge(self, own: Params, shared: Params, data: Data) -> Params:

@@ -17,8 +17,8 @@ from safetensors.torch import save
 from fedvlm import backbones, parts, runs
 from fedvlm.config import Setup
 from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, lift, nbytes, spread
-from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text
-from fedvlm.data.source import Source, open_source
+from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text, with_outsiders
+from fedvlm.data.source import Source, open_outsiders, open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
 from fedvlm.engines.stacked import Stacked, moved, stack
@@ -27,6 +27,7 @@ from fedvlm.evaluate.views import evaluate, selection
 from fedvlm.method import Method
 from fedvlm.runs import Run
 from fedvlm.seeds import numpy_generator
+from fedvlm.tasks import CLASSES
 
 Watch = Callable[[dict[str, Any]], None]
 PATIENCE = 3  # rounds in a row without quorum that stop a run
@@ -41,28 +42,25 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
     """The examples as the frozen model shows them to this adapter; kept for further runs of this process."""
     config, adapter = setup.config, setup.adapter
     backbone = "" if adapter.reads == "text" else config.backbone
-    how = (config.group, config.domains, config.stride, config.broken, config.template)
+    how = (config.group, config.domains, config.stride, config.broken, config.template, config.outsiders)
     key = (config.data, *how, backbone, adapter.reads, adapter.needs)
     if key not in _kept():
         source = open_source(config.data, config.group, config.domains, config.stride)
         fits(setup, source)
-        _kept()[key] = (
-            pool_of_text(source)
-            if adapter.reads == "text"
-            else pool(
-                source,
-                backbones.load(backbone),
-                config.template,
-                config.broken,
-                progress,
-                adapter.reads,
-                adapter.needs,
-            )
-        )
+        if adapter.reads == "text":
+            _kept()[key] = pool_of_text(source)
+            return _kept()[key]
+        model, view = backbones.load(backbone), adapter.reads
+        found = pool(source, model, config.template, config.broken, progress, view, adapter.needs)
+        if config.outsiders:
+            found = with_outsiders(found, open_outsiders(config.outsiders), model, view)
+        _kept()[key] = found
     return _kept()[key]
 
 
 def fits(setup: Setup, source: Source) -> None:
+    if setup.config.outsiders and source.kind is not CLASSES:
+        raise FedvlmError(f"outsiders= are told from classes, and data={setup.config.data} is {source.kind.what}")
     if setup.adapter.learns is not source.kind:
         able = [n for n in parts.names("adapter") if parts.find("adapter", n).learns is source.kind]  # type: ignore[attr-defined]
         raise FedvlmError(

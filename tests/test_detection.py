@@ -7,7 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
 
+from fedvlm import train
+from fedvlm.config import resolve
 from fedvlm.core import FedvlmError
 from fedvlm.evaluate.detection import auroc, energy, fpr_at, max_logit, mcm
 
@@ -122,3 +126,51 @@ def test_impossible_scores_are_told():
         mcm(torch.zeros(2, 3), 0)
     with pytest.raises(FedvlmError, match="classes=4"):
         mcm(torch.zeros(2, 3), classes=4)
+
+
+@pytest.fixture
+def strangers(tmp_path):
+    """Images that are no emoji, however they lie; one cannot be read."""
+    draw = np.random.default_rng(5)
+    for k in range(12):
+        folder = tmp_path / "strangers" / ("deep/er" if k % 2 else ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(folder / f"{k}.png")
+    (tmp_path / "strangers" / "torn.png").write_bytes(b"no")
+    return tmp_path / "strangers"
+
+
+@pytest.mark.parametrize("name", ["fedot", "fedclip", "zero-shot"])
+def test_a_run_says_how_well_it_tells_outsiders(name, images, strangers, tmp_path):
+    """Against scikit-learn, from the logits the run wrote down, client by client; in processes as in one."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    given = {"data": str(images), "outsiders": str(strangers), "rounds": 2, "unseen": "noto"}
+    setup = resolve(name, given | {"engine": "serial"})
+    pool = train.load_pool(setup)
+    assert len(pool.outside) == 12 and list(pool.skipped) == ["outsiders/torn.png"]
+    run = train.train(setup, pool, tmp_path / "run")
+    last, out = run.info["result"]["last"], load_file(run.folder / "outputs.safetensors")
+    view = "personal" if "personal.logits" in out else "shared"
+    method, federation = train.prepare(setup, pool)
+    engine = train.connect(setup, method, federation, run)
+    state, round = run.load()
+    each = []
+    for i in (i for i in range(3) if i not in federation.unseen):
+        mine = out[f"{view}.logits"][out["client"] == i]
+        own = engine.rows.read(np.array([i]), round)
+        params = method.local.personal(own, {k: v[None] for k, v in state.shared.items()})
+        theirs = method.model.logits(params, pool.outside[None])[0]
+        scores = torch.cat([mine, theirs]).softmax(-1).amax(-1)
+        truth = [1] * len(mine) + [0] * len(theirs)
+        each.append(metrics.roc_auc_score(truth, scores.double().numpy()))
+    assert last["auroc"] == pytest.approx(np.mean(each), abs=1e-6)
+    assert last["detection"]["personal"]["auroc"] == last["auroc"] and 0 <= last["fpr95"] <= 1
+    assert {"auroc", "fpr95", "energy.auroc", "max-logit.fpr95"} <= set(last["detection"]["newcomer"])
+    loop = resolve(name, given | {"engine": "loopback"})
+    again = train.train(loop, train.load_pool(loop), tmp_path / "loop").info["result"]["last"]
+    assert again["detection"] == last["detection"]
+
+
+def test_outsiders_that_are_not_there(images, tmp_path):
+    with pytest.raises(FedvlmError, match="no such folder"):
+        train.load_pool(resolve("fedclip", {"data": str(images), "outsiders": str(tmp_path / "none")}))

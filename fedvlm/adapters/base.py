@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.evaluate.detection import SCORES
 from fedvlm.seeds import generator
 from fedvlm.tasks import CLASSES, Kind
 
@@ -67,6 +68,11 @@ class Adapter:
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
+        """By several scores, how surely x is of one of the classes, [clients, examples]; higher is surer."""
+        logits = self.logits(task, params, x)
+        return {name: score(logits) for name, score in SCORES.items()}
 
     def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
         """The logits in training, for adapters in which they differ (statistics of the batch)."""

@@ -47,6 +47,7 @@ class Pool:
     backbone: str
     skipped: dict[str, str] = field(default_factory=dict)
     y: Tensor | None = None  # where the answers are no classes: masks
+    outside: Tensor | None = None  # images of no class
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,17 @@ def pool(
     return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
 
 
+def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) -> Pool:
+    """The same, and images of no class to tell from it."""
+    x, keys, skipped = features(source, backbone, "skip", None, view)
+    good = [k for k, item in enumerate(source.items) if item.path not in skipped]
+    if not good:
+        raise FedvlmError(f"outsiders={source.root}: none of its images can be read")
+    mark = fingerprint([digest(pool.fingerprint.encode()), *(keys[k] for k in good)], [])
+    told = {f"outsiders/{k}": why for k, why in skipped.items()}
+    return replace(pool, outside=x[good], fingerprint=mark, skipped=pool.skipped | told)
+
+
 def pool_of_text(source: Source) -> Pool:
     """Characters need no model to look at them."""
     assert source.tokens is not None
@@ -135,7 +147,7 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     bounds = np.concatenate([(ends - cells.sum(1))[:, None], (ends - cells.sum(1))[:, None] + np.cumsum(cells, 1)], 1)
     rows = torch.from_numpy(order)
     answers = torch.from_numpy(y) if pool.y is None else pool.y
-    data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed)
+    data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed, outside=pool.outside)
     unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:

@@ -75,6 +75,16 @@ def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8) -
     return fewer(_open(name, group), domains)
 
 
+def open_outsiders(name: str) -> Source:
+    """Any images below a folder, however they lie: they are of no class."""
+    root = Path(name).expanduser()
+    found = _names_in_folder(root) if root.is_dir() else []
+    items = tuple(Item(n, ALONE, "outside", "") for n in found if Path(n).suffix.lower() in IMAGES)
+    if not items:
+        raise FedvlmError(f"outsiders={name}: no such folder, or no images in it")
+    return Source(root.resolve().name, root, items)
+
+
 def drawn(names: Iterable[str], count: int) -> set[str]:
     """So many of the names (0: all), as good as at random and always the same."""
     known = sorted(set(names), key=lambda n: (digest(n.encode()), n))

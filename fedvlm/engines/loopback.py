@@ -92,6 +92,8 @@ class Loopback:
             return shared | {k: (torch.Size([1]), kind) for k in self.method.sends}
         if step == "gauge":
             return {"val": (torch.Size([1]), kind)}
+        if step == "detect":
+            return {k: (torch.Size([1]), kind) for k in self.method.detects}
         if step == "score":
             views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
             names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
@@ -123,7 +125,8 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
         "threads": max(1, setup.config.threads),
     }
     (folder / "client.json").write_text(json.dumps(about))
-    save_file({} if task.text is None else {"text": task.text.contiguous()}, folder / "public.safetensors")
+    public = {"text": task.text, "outside": data.outside}
+    save_file({k: v.contiguous() for k, v in public.items() if v is not None}, folder / "public.safetensors")
     own = {"x": data.x[low:high].contiguous(), "y": data.y[low:high].contiguous()}
     save_file(own, folder / "data.safetensors")
 

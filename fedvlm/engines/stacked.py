@@ -33,7 +33,8 @@ class Stacked:
         self.rows = Rows(method.newcomer, len(data), rows)
         self.warn, self.device = warn, torch.device(device)
         if device != "cpu":
-            data = replace(data, x=data.x.to(device), y=data.y.to(device))
+            outside = None if data.outside is None else data.outside.to(device)
+            data = replace(data, x=data.x.to(device), y=data.y.to(device), outside=outside)
             new, start = (moved(p, self.device) for p in (method.newcomer, method.initial))
             method = replace(method, task=method.task.to(self.device), newcomer=new, initial=start)
         self.method, self.data = method, data
@@ -63,7 +64,7 @@ class Stacked:
     def at(self, ids: np.ndarray, round: int) -> Data:
         """These clients' data at this moment of the run."""
         d = self.data
-        return Data(d.x, d.y, d.bounds[ids], d.ids[ids], d.seed, round, d.rounds)
+        return Data(d.x, d.y, d.bounds[ids], d.ids[ids], d.seed, round, d.rounds, d.outside)
 
     def close(self) -> None:
         self.rows.flush()

@@ -11,7 +11,7 @@ A measure over no insiders or no outsiders is None, printed “–”; a score t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -58,6 +58,10 @@ def max_logit(logits: Tensor) -> Tensor:
 def energy(logits: Tensor) -> Tensor:
     """log Σ exp [...] of logits [..., C]: the negative free energy, so that higher is more inside."""
     return _some(logits).logsumexp(-1)
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"mcm": mcm, "max-logit": max_logit, "energy": energy}
+MEASURES = {"auroc": auroc, "fpr95": fpr_at}
 
 
 def _sorted(scores: Scores, side: str) -> np.ndarray:

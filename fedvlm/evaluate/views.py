@@ -3,14 +3,17 @@ newcomer (the shared model on clients that nobody trained on). Accuracies are me
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fedvlm.core import SPLITS, Cohort, Params
 from fedvlm.data.federation import Federation
+from fedvlm.evaluate.detection import MEASURES, SCORES
 from fedvlm.method import Method
 
+FIRST = next(iter(SCORES))  # MCM
 EACH = 1000  # above this many clients a round's record holds summaries only
 
 
@@ -31,9 +34,30 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
         found = scores.get("shared" if view == "newcomer" else view)
         if found is not None and pick.any():
             record[view] = summary(found[0][pick], found[1][pick])
+    if federation.data.outside is not None:
+        record |= detection(method, federation, cohort, shared)
     if len(ids) <= EACH:
         record["clients"] = one_by_one(scores, [federation.names[i] for i in ids], unseen)
     return record | headline(record)
+
+
+def detection(method: Method, federation: Federation, cohort: Cohort, shared: Params) -> dict[str, Any]:
+    """By view, as means over the clients that have test examples: the measures of the first score under their own names,
+    those of the others as score.measure. At the top, those of the clients' own models."""
+    tested = np.flatnonzero(federation.data.counts("test")[: federation.scored] > 0)
+    ids, up = replace(cohort, ids=tested, notes={}).ask("detect", shared)
+    unseen, found = np.isin(ids, federation.unseen), {}
+    for view, who in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
+        source = "personal" if view == "personal" and method.personalises else "shared"
+        if who.any() and source in method.views:
+            found[view] = {
+                measure if score == FIRST else f"{score}.{measure}": number(
+                    float(up[f"{source}.{score}.{measure}"].double().numpy()[who].mean())
+                )
+                for score in SCORES
+                for measure in MEASURES
+            }
+    return {"detection": found} | {m: found.get("personal", {}).get(m) for m in MEASURES}
 
 
 def one_by_one(scores: dict, names: list[str], unseen: np.ndarray) -> dict[str, Any]:

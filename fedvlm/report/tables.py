@@ -18,6 +18,7 @@ from fedvlm.runs import LOOSE, Run
 
 METRICS = ("G", "P", "C")
 FAIR = ("worst", "best")  # of the clients' own models, in percent
+TOLD = ("auroc", "fpr95")  # outsiders told from insiders, own models, in percent
 DASH = "–"
 
 
@@ -38,6 +39,7 @@ def summarise(runs: list[Run], select: str = "last", apart: bool = True) -> Tabl
     ]
     shown = ["method", *METRICS]
     keys = {"paper G/P/C": [f"paper_{m}" for m in METRICS], "worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
+    keys |= {"AUROC": ["auroc"], "FPR95": ["fpr95"]}
     shown += [column for column, needs in keys.items() if any(v.get(k) is not None for v in values for k in needs)]
     shown += ["MB up/round", "shared", "private", "seconds"]
     published = "paper G/P/C" in shown
@@ -60,9 +62,10 @@ def fairness(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
     """The worst and best tenth of the clients' own models in percent, and the variance of what averaging costs them."""
     results = [i["result"] for i in infos]
     found = {key: [r[select].get("personal", {}).get(key) for r in results] for key in FAIR}
+    found |= {key: [r[select].get(key) for r in results] for key in TOLD}
     found["gap_variance"] = [r.get("gap_variance") for r in results]
     return {
-        k: None if any(x is None for x in v) else float(np.mean(v)) * (100 if k in FAIR else 1)
+        k: None if any(x is None for x in v) else float(np.mean(v)) * (100 if k in (*FAIR, *TOLD) else 1)
         for k, v in found.items()
     }
 
@@ -90,6 +93,8 @@ def cells(value: dict[str, Any]) -> dict[str, str]:
     return row | {
         "method": value["method"],
         "worst 10 %": plus_minus(value["worst"], None),
+        "AUROC": plus_minus(value["auroc"], None),
+        "FPR95": plus_minus(value["fpr95"], None),
         "gap variance": DASH if value["gap_variance"] is None else f"{value['gap_variance']:.3g}",
         "MB up/round": f"{value['up_mb']:.3g}",
         "shared": f"{value['shared']:,}",
