@@ -16,13 +16,7 @@ from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 
-STEPS = (
-    "train",
-    "gauge",
-    "score",
-    "detect",
-    "diagnose",
-)  # what a server may ask of a client; nothing else crosses the wire
+STEPS = ("train", "gauge", "score", "detect", "diagnose")  # what a server may ask; nothing else crosses the wire
 
 
 GAUGES = ("before", "after")  # validation loss of what was sent and of what was trained, where a merge needs them

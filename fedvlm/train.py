@@ -18,7 +18,7 @@ from fedvlm import backbones, parts, runs
 from fedvlm.config import Setup
 from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, lift, nbytes, spread
 from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text, with_outsiders
-from fedvlm.data.source import Source, open_outsiders, open_source
+from fedvlm.data.source import Source, fewer, open_outsiders, open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
 from fedvlm.engines.stacked import Stacked, moved, stack
@@ -51,6 +51,7 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
             _kept()[key] = pool_of_text(source)
             return _kept()[key]
         model, view = backbones.load(backbone), adapter.reads
+        source = fewer(source, config.domains)
         found = pool(source, model, config.template, config.broken, progress, view, adapter.needs)
         if config.outsiders:
             found = with_outsiders(found, open_outsiders(config.outsiders), model, view)

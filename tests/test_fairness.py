@@ -14,7 +14,7 @@ from test_contract import ABLE, build, close, play
 
 from fedvlm import parts
 from fedvlm.config import resolve
-from fedvlm.core import Cohort, FedvlmError
+from fedvlm.core import Cohort, FedvlmError, State
 from fedvlm.engines.stacked import Stacked
 from fedvlm.local.bgp import Bgp, coral
 from fedvlm.local.sgd import Sgd
@@ -360,3 +360,17 @@ def test_what_fairness_costs_on_the_wire(every, more):
             total += cohort.bytes_up + cohort.bytes_down
         spent.append(total)
     assert spent[0] / spent[1] - 1 == pytest.approx(more, rel=0.02)
+
+
+def test_the_median_of_a_large_layer():
+    """torch.quantile stops at 16 million numbers; a network has more."""
+    shared = {"w": torch.zeros(4_200_000)}
+
+    class Wire:
+        def run(self, step, ids, down, round, exchange):
+            up = torch.arange(4.0)[:, None] * torch.ones(4_200_000)
+            yield ids, {"w": up, "n": torch.ones(4), "loss": torch.ones(4)}
+
+    merge = parts.find("merge", "median")()
+    state = merge.round(State(shared, {}, merge.init(4)), Cohort(Wire(), np.arange(4), 1))
+    assert (state.shared["w"] == 1.5).all()

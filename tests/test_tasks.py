@@ -321,7 +321,10 @@ def test_data_and_adapter_must_fit(tmp_path, images):
     with pytest.raises(FedvlmError, match="adapters for this data: unet"):
         train.load_pool(resolve("fedclip", {"data": masks}))
     with pytest.raises(FedvlmError, match="learns text"):
-        train.load_pool(resolve("fedavg-lstm", {"data": str(images), "domains": 0}))
+        train.load_pool(resolve("fedavg-lstm", {"data": str(images)}))
+    with pytest.raises(FedvlmError, match="domains=9: there are 3"):
+        train.load_pool(resolve("fedclip", {"data": str(images), "domains": 9}))
+    assert len(train.load_pool(resolve("fedclip", {"data": str(images), "domains": 2})).source.domains) == 2
     with pytest.raises(FedvlmError, match="reads embedding"):
         train.load_pool(resolve("fedclip", {"data": str(images), "backbone": "pixels:16"}))
     with pytest.raises(FedvlmError, match="objective=contrastive"):

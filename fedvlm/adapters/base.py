@@ -79,8 +79,9 @@ class Adapter:
         return self.logits(task, params, batch.x)
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits and features in training, for rules that look at both."""
-        return self.training(task, params, batch), self.features(task, params, batch.x)
+        """In training, logits and what an alignment compares (see `aligns`), for rules that look at both."""
+        logits = self.training(task, params, batch)
+        return logits, self.classes(task, params) if self.aligns == "classes" else self.features(task, params, batch.x)
 
     def transpose(self, task: Task, params: Params, x: Tensor, residual: Tensor) -> Params:
         """The slope in the parameters of a loss whose slope in the logits is `residual`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.backbones.text import Plan, TextTower
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import generator
 
 
@@ -48,6 +48,10 @@ class Prompt(Adapter):
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * x @ self.classes(task, params).mT
+
+    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        text = self.classes(task, params)  # read once
+        return task.scale * batch.x @ text.mT, text
 
 
 def text_tower(task: Task) -> TextTower:

@@ -66,13 +66,13 @@ class Source:
 
 
 def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8) -> Source:
-    """`emoji`, or a path. The depth of the folders says whether there are domains. `domains` keeps only so many, drawn
-    by their names, the same for every seed; `stride` is for text."""
+    """`emoji`, or a path. The depth of the folders says whether there are domains. `domains` and `stride` are for text;
+    of images all are listed (see `fewer`)."""
     if name.endswith((".jsonl", ".jsonl.gz")):
         from fedvlm.data.text import open_text
 
         return open_text(Path(name).expanduser(), domains, stride)
-    return fewer(_open(name, group), domains)
+    return _open(name, group)
 
 
 def open_outsiders(name: str) -> Source:
@@ -94,6 +94,7 @@ def drawn(names: Iterable[str], count: int) -> set[str]:
 
 
 def fewer(source: Source, count: int) -> Source:
+    """Only so many of its domains, drawn by their names, the same for every seed."""
     kept = drawn(source.domains, count)
     items = tuple(i for i in source.items if i.domain in kept)
     return replace(source, items=items, masks=tuple(m for m in source.masks if m.domain in kept))

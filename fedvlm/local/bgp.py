@@ -38,17 +38,11 @@ def aligned(model: Model, objective: Objective, now: Params, anchor: Params, bat
     """The loss + strength × CORAL between the features of this model and of the one that was sent, one number a client.
     Both see the batch as in training: a network's running statistics lag behind, and there the features would explode."""
     adapter, old = model.adapter, now | {k: v.expand_as(now[k]) for k, v in anchor.items() if k in now}
-    if adapter.aligns == "classes":
-        here, there = (adapter.classes(model.task, p) for p in (now, old))
-        weight = torch.full_like(here[..., 0], 1 / here.shape[1])
-        each = model.loss(objective, now, batch)
-    else:
-        logits, here = adapter.both(model.task, now, batch)
-        with torch.no_grad():
-            _, there = adapter.both(model.task, old, batch)
-        weight = batch.weight
-        each = adapter.learns.losses[objective](logits, batch)
-    return each + strength * coral(here, there.detach(), weight)
+    logits, here = adapter.both(model.task, now, batch)
+    with torch.no_grad():
+        _, there = adapter.both(model.task, old, batch)
+    weight = torch.full_like(here[..., 0], 1 / here.shape[1]) if adapter.aligns == "classes" else batch.weight
+    return adapter.learns.losses[objective](logits, batch) + strength * coral(here, there, weight)
 
 
 def coral(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
