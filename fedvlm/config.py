@@ -38,6 +38,7 @@ class Config(Layout):
     domains: int = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
     stride: int = 8  # text: characters from one example to the next
     outsiders: str = ""  # a folder of images of no class: how well models tell them is recorded (auroc, fpr95)
+    corrupt: int = 0  # corrupted versions of each test image (of 75: 15 kinds × 5 severities); records cacc
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
     protocol: Literal["one", "leave-one-domain-out"] = "one"

@@ -7,7 +7,7 @@ and many side by side (stacked): `params[name]` is [clients, ...], `batch.x` is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -60,6 +60,7 @@ class Data:
     round: int = 0
     rounds: int = 1
     outside: Tensor | None = None  # examples of no class, which everybody may look at
+    corrupted: Tensor | None = None  # of each example so many corrupted versions, [examples, versions, …]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -79,6 +80,12 @@ class Data:
 
     def sizes(self) -> Tensor:
         return self.here(self.counts("train")).to(self.kind)
+
+    def bent(self) -> Data:
+        """The corrupted versions of the test examples, as data of their own."""
+        assert self.corrupted is not None
+        n, test = self.corrupted.shape[1], self.bounds[:, [2, 2, 2, 3]]
+        return replace(self, x=self.corrupted.flatten(0, 1), y=self.y.repeat_interleave(n, 0), bounds=n * test)
 
     def batches(self, size: int, epochs: int = 1) -> Iterator[Batch]:
         """Shuffled training batches. Clients must come largest first: those still training are always a prefix,

@@ -122,11 +122,14 @@ class Method:
         cells = 3 * len(data)
         count = np.diff(data.bounds, axis=1)
         up = {"count": torch.from_numpy(count).to(data.kind)}
-        if self.generalises:
-            up |= tally("shared", cells, self._together(self.shared(down), data))
+        models = {"shared": (self._together, self.shared(down))} if self.generalises else {}
         if self.personalises:
-            mine = self.local.adapt(self.model, own, lift(down), data)
-            up |= tally("personal", cells, self._apart(mine, data))
+            models["personal"] = (self._apart, self.local.adapt(self.model, own, lift(down), data))
+        for view, (parts, params) in models.items():
+            up |= tally(view, cells, parts(params, data))
+            if data.corrupted is not None:  # of the test examples, over all their versions
+                sums = tally(view, cells, parts(params, data.bent()))[f"{view}.score"][:, 2]
+                up[f"{view}.corrupted"] = sums / data.corrupted.shape[1]
         return up
 
     @property

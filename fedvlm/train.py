@@ -17,7 +17,7 @@ from safetensors.torch import save
 from fedvlm import backbones, parts, runs
 from fedvlm.config import Setup
 from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, lift, nbytes, spread
-from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text, with_outsiders
+from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text, with_corruptions, with_outsiders
 from fedvlm.data.source import Source, fewer, open_outsiders, open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
@@ -42,7 +42,15 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
     """The examples as the frozen model shows them to this adapter; kept for further runs of this process."""
     config, adapter = setup.config, setup.adapter
     backbone = "" if adapter.reads == "text" else config.backbone
-    how = (config.group, config.domains, config.stride, config.broken, config.template, config.outsiders)
+    how = (
+        config.group,
+        config.domains,
+        config.stride,
+        config.broken,
+        config.template,
+        config.outsiders,
+        config.corrupt,
+    )
     key = (config.data, *how, backbone, adapter.reads, adapter.needs)
     if key not in _kept():
         source = open_source(config.data, config.group, config.domains, config.stride)
@@ -55,13 +63,16 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
         found = pool(source, model, config.template, config.broken, progress, view, adapter.needs)
         if config.outsiders:
             found = with_outsiders(found, open_outsiders(config.outsiders), model, view)
+        if config.corrupt:
+            found = with_corruptions(found, config.corrupt, model, view, progress)
         _kept()[key] = found
     return _kept()[key]
 
 
 def fits(setup: Setup, source: Source) -> None:
-    if setup.config.outsiders and source.kind is not CLASSES:
-        raise FedvlmError(f"outsiders= are told from classes, and data={setup.config.data} is {source.kind.what}")
+    for key in ("outsiders", "corrupt"):
+        if getattr(setup.config, key) and source.kind is not CLASSES:
+            raise FedvlmError(f"{key}= is for classes, and data={setup.config.data} is {source.kind.what}")
     if setup.adapter.learns is not source.kind:
         able = [n for n in parts.names("adapter") if parts.find("adapter", n).learns is source.kind]  # type: ignore[attr-defined]
         raise FedvlmError(

@@ -12,9 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from fedvlm import train
+from fedvlm.backbones import load
+from fedvlm.config import resolve
 from fedvlm.core import FedvlmError
 from fedvlm.data.corruptions import KINDS, _convolve, _kernel, _sample, corrupt
-from fedvlm.data.source import EMOJI
+from fedvlm.data.federation import with_corruptions
+from fedvlm.data.source import EMOJI, decode, digest
+from fedvlm.data.store import corrupted
 
 FIXED = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression"}  # nothing is drawn
 COLOURLESS = {"gaussian_noise", "shot_noise", "impulse_noise", "frost"}  # the others leave grey grey
@@ -194,3 +199,36 @@ def test_what_there_is_not_is_told():
         corrupt(image, "fog", 0, 0)
     with pytest.raises(FedvlmError, match="mode is L"):
         corrupt(image.convert("L"), "fog", 1, 0)
+
+
+@pytest.mark.parametrize("engine", ["serial", "loopback"])
+def test_a_run_says_how_it_fares_under_corruptions(engine, images, tmp_path):
+    """Against the shared model on each version of each test image, made and encoded here; own models beside."""
+    given = {"data": str(images), "corrupt": 2, "rounds": 1, "unseen": "noto", "engine": engine}
+    setup = resolve("fedot", given)
+    pool = train.load_pool(setup)
+    run = train.train(setup, pool, tmp_path / "run")
+    last, (state, _) = run.info["result"]["last"], run.load()
+    method, federation = train.prepare(setup, pool)
+    model, params = load("mini-clip"), method.shared(state.shared)
+    for view, clients in (("newcomer", federation.unseen), ("shared", federation.seen)):
+        shares = []
+        for i in clients:
+            low, high = federation.data.bounds[i, 2:]
+            right = []
+            for k in federation.items[low:high]:
+                item = pool.source.items[k]
+                data = (images / item.path).read_bytes()
+                bent = [corrupted(digest(data), v)[1](decode(data)) for v in range(2)]
+                guess = method.model.logits(params, model.images(bent)[None])[0].argmax(-1)
+                right += (guess == pool.task.classes.index(item.label)).tolist()
+            shares.append(np.mean(right))
+        assert last[view]["corrupted"] == pytest.approx(np.mean(shares), abs=1e-6)
+    assert last["cacc"] == last["personal"]["corrupted"]
+
+
+def test_versions_are_all_different_corruptions():
+    key = digest(b"an image")
+    assert len({corrupted(key, v)[0] for v in range(75)}) == 75
+    with pytest.raises(FedvlmError, match="between 1 and 75"):
+        with_corruptions(None, 76, None, "embedding", None)

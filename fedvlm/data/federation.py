@@ -48,6 +48,7 @@ class Pool:
     skipped: dict[str, str] = field(default_factory=dict)
     y: Tensor | None = None  # where the answers are no classes: masks
     outside: Tensor | None = None  # images of no class
+    corrupted: Tensor | None = None  # [images, versions, …]
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,15 @@ def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) ->
     return replace(pool, outside=x[good], fingerprint=mark, skipped=pool.skipped | told)
 
 
+def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:
+    """The same, and so many corrupted versions of each image."""
+    if not 1 <= versions <= 75:
+        raise FedvlmError(f"corrupt={versions}: there are 15 corruptions × 5 severities, so between 1 and 75")
+    found = [features(pool.source, backbone, "refuse", progress, view, v)[0] for v in range(versions)]
+    mark = fingerprint([digest(pool.fingerprint.encode())], [f"corrupt={versions}"])
+    return replace(pool, corrupted=torch.stack(found, dim=1), fingerprint=mark)
+
+
 def pool_of_text(source: Source) -> Pool:
     """Characters need no model to look at them."""
     assert source.tokens is not None
@@ -148,6 +158,8 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     rows = torch.from_numpy(order)
     answers = torch.from_numpy(y) if pool.y is None else pool.y
     data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed, outside=pool.outside)
+    if pool.corrupted is not None:
+        data = replace(data, corrupted=pool.corrupted[rows])
     unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:

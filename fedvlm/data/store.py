@@ -22,10 +22,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.base import Backbone, Form, form, look
 from fedvlm.core import FedvlmError
+from fedvlm.data.corruptions import KINDS, corrupt
 from fedvlm.data.source import Source, decode, digest
 from fedvlm.errors import nearest
 
@@ -117,9 +119,17 @@ def open_view(backbone: Backbone, view: str = "embedding") -> View:
 
 
 def features(
-    source: Source, backbone: Backbone, broken: str = "skip", progress: Progress | None = None, seen: str = "embedding"
+    source: Source,
+    backbone: Backbone,
+    broken: str = "skip",
+    progress: Progress | None = None,
+    seen: str = "embedding",
+    version: int | None = None,
 ) -> tuple[Tensor, list[bytes], dict[str, str]]:
     """That view [items, …] in the source's order, content hashes, and the files left out with the reason.
+
+    A `version` of an image is the image under one of the 75 corruptions (15 kinds × 5 severities), which one follows from
+    its content; versions 0 … 74 are all of them.
 
     broken="skip" leaves unreadable images out (and names them); "refuse" stops at the first.
     """
@@ -130,14 +140,16 @@ def features(
     out = np.full((len(source.items), *view.form.shape), np.nan if kind.kind == "f" else 0, kind)
     pending = _Pending(view, partial(look, backbone, view=seen), out)
     for k, data in source.read():
-        key = digest(data)
+        key, bend = digest(data), None
+        if version is not None:
+            key, bend = corrupted(key, version)
         keys.append(key)
         row = view.get(key)
         if row is not None:
             out[k] = row
         elif not pending.twin(key, k):
             try:
-                pending.add(key, k, decode(data))
+                pending.add(key, k, bend(decode(data)) if bend else decode(data))
             except ValueError as error:
                 name = source.items[k].path
                 if broken == "refuse":
@@ -147,6 +159,14 @@ def features(
             progress(k + 1, len(source.items))
     pending.finish()
     return torch.from_numpy(out), keys, skipped
+
+
+def corrupted(key: bytes, version: int) -> tuple[bytes, Callable[[Image.Image], Image.Image]]:
+    """The key of that version, and how it is made."""
+    kind, severity = divmod((int.from_bytes(key[:4], "little") + version) % (5 * len(KINDS)), 5)
+    told = digest(key + f"{KINDS[kind]}-{severity + 1}".encode())
+    seed = int.from_bytes(told[:7], "little")
+    return told, lambda image: corrupt(image, KINDS[kind], severity + 1, seed)
 
 
 def class_names(backbone: Backbone, phrases: list[str]) -> Tensor | None:

@@ -46,6 +46,7 @@ class Loopback:
             )
         self.method, self.names, self.folder, self.log = method, federation.names, folder, log
         self.timeout, self.tickets = setup.config.timeout, 0
+        self.bent = data.corrupted is not None
         self.workers: dict[int, Worker] = {}
         for i in range(len(federation.names)):
             prepare(folder / federation.names[i], setup, federation, data, i)
@@ -97,7 +98,8 @@ class Loopback:
         if step == "score":
             views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
             names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
-            return {k: (torch.Size([1, 3]), kind) for k in names}
+            bent = [f"{v}.corrupted" for v in views] if self.bent else []
+            return {k: (torch.Size([1, 3]), kind) for k in names} | {k: (torch.Size([1]), kind) for k in bent}
         return {k: (torch.Size([1]), kind) for k in self.method.adapter.watches}
 
     def close(self) -> None:
@@ -128,6 +130,7 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
     public = {"text": task.text, "outside": data.outside}
     save_file({k: v.contiguous() for k, v in public.items() if v is not None}, folder / "public.safetensors")
     own = {"x": data.x[low:high].contiguous(), "y": data.y[low:high].contiguous()}
+    own |= {} if data.corrupted is None else {"corrupted": data.corrupted[low:high].contiguous()}
     save_file(own, folder / "data.safetensors")
 
 

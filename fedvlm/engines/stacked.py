@@ -33,8 +33,8 @@ class Stacked:
         self.rows = Rows(method.newcomer, len(data), rows)
         self.warn, self.device = warn, torch.device(device)
         if device != "cpu":
-            outside = None if data.outside is None else data.outside.to(device)
-            data = replace(data, x=data.x.to(device), y=data.y.to(device), outside=outside)
+            more = {k: v.to(device) for k in ("outside", "corrupted") if (v := getattr(data, k)) is not None}
+            data = replace(data, x=data.x.to(device), y=data.y.to(device), **more)
             new, start = (moved(p, self.device) for p in (method.newcomer, method.initial))
             method = replace(method, task=method.task.to(self.device), newcomer=new, initial=start)
         self.method, self.data = method, data
@@ -64,7 +64,7 @@ class Stacked:
     def at(self, ids: np.ndarray, round: int) -> Data:
         """These clients' data at this moment of the run."""
         d = self.data
-        return Data(d.x, d.y, d.bounds[ids], d.ids[ids], d.seed, round, d.rounds, d.outside)
+        return Data(d.x, d.y, d.bounds[ids], d.ids[ids], d.seed, round, d.rounds, d.outside, d.corrupted)
 
     def close(self) -> None:
         self.rows.flush()

@@ -45,7 +45,8 @@ class Client:
         task = Task(tuple(about["classes"]), public.get("text"), about["dim"], about["scale"], tower)
         method = Method.build(setup.adapter, setup.local, setup.merge, task, about["seed"])
         ids, bounds = np.array([about["id"]]), np.array([about["bounds"]])
-        data = Data(own["x"], own["y"], bounds, ids, about["seed"], 0, about["rounds"], public.get("outside"))
+        moment = (about["seed"], 0, about["rounds"])
+        data = Data(own["x"], own["y"], bounds, ids, *moment, public.get("outside"), own.get("corrupted"))
         self.engine = Stacked(method, data, 1, folder / "rows.bin", self._warn)
         self.why = ""
 

@@ -34,11 +34,16 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
         found = scores.get("shared" if view == "newcomer" else view)
         if found is not None and pick.any():
             record[view] = summary(found[0][pick], found[1][pick])
+            bent = up.get(f"{'personal' if view == 'personal' and method.personalises else 'shared'}.corrupted")
+            if bent is not None:
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    record[view]["corrupted"] = number(float(np.nanmean(bent.double().numpy()[pick] / count[pick, 2])))
     if federation.data.outside is not None:
         record |= detection(method, federation, cohort, shared)
     if len(ids) <= EACH:
         record["clients"] = one_by_one(scores, [federation.names[i] for i in ids], unseen)
-    return record | headline(record)
+    bent = record.get("personal", {}).get("corrupted")
+    return record | headline(record) | ({} if bent is None else {"cacc": bent})
 
 
 def detection(method: Method, federation: Federation, cohort: Cohort, shared: Params) -> dict[str, Any]:

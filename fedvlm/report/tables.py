@@ -18,7 +18,7 @@ from fedvlm.runs import LOOSE, Run
 
 METRICS = ("G", "P", "C")
 FAIR = ("worst", "best")  # of the clients' own models, in percent
-TOLD = ("auroc", "fpr95")  # outsiders told from insiders, own models, in percent
+TOLD = ("cacc", "auroc", "fpr95")  # under corruptions, and outsiders told from insiders; own models, in percent
 DASH = "–"
 
 
@@ -39,7 +39,7 @@ def summarise(runs: list[Run], select: str = "last", apart: bool = True) -> Tabl
     ]
     shown = ["method", *METRICS]
     keys = {"paper G/P/C": [f"paper_{m}" for m in METRICS], "worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
-    keys |= {"AUROC": ["auroc"], "FPR95": ["fpr95"]}
+    keys |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
     shown += [column for column, needs in keys.items() if any(v.get(k) is not None for v in values for k in needs)]
     shown += ["MB up/round", "shared", "private", "seconds"]
     published = "paper G/P/C" in shown
@@ -93,6 +93,7 @@ def cells(value: dict[str, Any]) -> dict[str, str]:
     return row | {
         "method": value["method"],
         "worst 10 %": plus_minus(value["worst"], None),
+        "corrupted": plus_minus(value["cacc"], None),
         "AUROC": plus_minus(value["auroc"], None),
         "FPR95": plus_minus(value["fpr95"], None),
         "gap variance": DASH if value["gap_variance"] is None else f"{value['gap_variance']:.3g}",
