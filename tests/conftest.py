@@ -60,7 +60,7 @@ def random_task(classes: int = 5, dim: int = 16) -> Task:
 RAGGED = ((30, 6, 7), (8, 0, 3), (20, 5, 4), (1, 1, 1), (13, 2, 0), (0, 4, 4))
 # networks as small as they come: a contract is not about size
 TINY = {"resnet": {"depth": 10, "width": 2}, "unet": {"width": 2, "levels": 1}, "lstm": {"hidden": 3, "embed": 2}}
-TINY["prompt"] = {"context": 2}
+TINY |= {name: {"context": 2} for name in ("prompt", "portfolio")}
 
 
 @lru_cache
@@ -105,7 +105,7 @@ def tiny_reader():
 def example(adapter: str) -> tuple[Task, Data]:
     """A task and ragged data of the kind this adapter learns from."""
     task = random_task()
-    if adapter == "prompt":
+    if adapter in ("prompt", "portfolio"):
         return task._replace(tower=tiny_reader()), random_data(task)
     if adapter in ("resnet", "tower", "unet"):
         data = random_data(task, tuple(tuple(-(-n // 5) for n in cell) for cell in RAGGED))

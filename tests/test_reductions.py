@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import random_data, random_task
+from conftest import example, random_data, random_task
 from test_contract import ABLE, build, close, play
 from torch.nn import functional as F
 
 from fedvlm.adapters.head import Head
+from fedvlm.adapters.portfolio import Portfolio
+from fedvlm.adapters.prompt import Prompt
 from fedvlm.adapters.rotation import Rotation
-from fedvlm.core import Cohort, Data
+from fedvlm.core import Cohort, Data, FedvlmError
 from fedvlm.engines.stacked import Stacked
 from fedvlm.local.ditto import Ditto
 from fedvlm.local.prox import Prox
@@ -161,3 +163,15 @@ def test_prox_pulls_by_mu_times_the_distance():
     more, (pulled,) = Prox(mu=0.7).slopes(model, anchor, {})(now, batch)
     torch.testing.assert_close(pulled - plain, 0.7 * (now["head"] - anchor["head"]))
     torch.testing.assert_close(more - loss, 0.35 * (now["head"] - anchor["head"]).square().sum()[None])
+
+
+def test_a_portfolio_of_one_is_a_prompt(double):
+    """Without a private share it is PromptFL; with all of it, the private context alone."""
+    task, data = example("portfolio")
+    prompt, params = Prompt(context=2), {k: v[None] for k, v in Portfolio(context=2).init(task, 3).items()}
+    params["own"] = params["own"] + 0.1
+    for share, name in ((0.0, "context"), (1.0, "own")):
+        found = Portfolio(context=2, share=share).logits(task, params, data.x[None, :5])
+        torch.testing.assert_close(found, prompt.logits(task, {"context": params[name]}, data.x[None, :5]))
+    with pytest.raises(FedvlmError, match="share=2"):
+        Portfolio(share=2)

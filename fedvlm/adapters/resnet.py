@@ -55,7 +55,7 @@ class Residual(nn.Module):
         self.stages = len(blocks)
         self.fc = nn.Linear(inside, classes)
         for m in self.modules():
-            if isinstance(m, nn.Conv2d):
+            if isinstance(m, nn.Conv2d) and not m.weight.is_meta:
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:

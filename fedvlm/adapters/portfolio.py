@@ -1,0 +1,34 @@
+"""PromptFolio (Pan et al., 2024): a shared and a private context, their class features mixed like a portfolio.
+
+text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Both contexts start alike, so that a newcomer's own is
+the one nobody has trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.prompt import Prompt
+from fedvlm.core import FedvlmError, Params
+
+
+@dataclass(frozen=True)
+class Portfolio(Prompt):
+    private: tuple[str, ...] = ("own",)
+    share: float = 0.4  # θ, of the private context
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise FedvlmError(f"share={self.share:g} must be between 0 and 1")
+
+    def init(self, task: Task, seed: int) -> Params:
+        start = super().init(task, seed)["context"]
+        return {"context": start, "own": start.clone()}
+
+    def classes(self, task: Task, params: Params) -> Tensor:
+        shared, own = (super(Portfolio, self).classes(task, {"context": params[k]}) for k in ("context", "own"))
+        return F.normalize((1 - self.share) * shared + self.share * own, dim=-1)
