@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,37 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(images, tmp_path):
     assert told(whole) == told(cut)
     for name in ("state.safetensors", "rows.bin", "outputs.safetensors"):
         assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes(), name
+
+
+def test_a_bench_that_is_killed_takes_its_runs_along(images, tmp_path):
+    """kill -9 while two runs are under way: within seconds nobody holds them, and the same command goes on."""
+    out = tmp_path / "runs"
+    words = ["bench", "fedot", "fedclip", f"data={images}", "unseen=noto", "seeds=1", "rounds=4000", f"out={out}"]
+    process = subprocess.Popen(command(*words, "jobs=2"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def held() -> list[bool]:
+        found = []
+        for lock in out.glob("*/.lock"):
+            with lock.open("w") as handle:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    found.append(False)
+                except OSError:
+                    found.append(True)
+        return found
+
+    try:
+        deadline = time.monotonic() + 90
+        while held().count(True) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert held().count(True) == 2
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 30
+    while any(held()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(held())
 
 
 @pytest.mark.parametrize("engine", ["stacked", "serial"])
