@@ -7,13 +7,11 @@ server's half only, so the alignment (CORAL, of those the paper offers), λ = 1 
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from fedvlm.core import Batch, Params
+from fedvlm.core import Params
 from fedvlm.local.bgp import aligned
-from fedvlm.local.descent import Slopes, ahead, by_autograd
+from fedvlm.local.descent import Slopes, by_autograd
 from fedvlm.local.model import Model
-from fedvlm.local.perfedavg import halves
+from fedvlm.local.perfedavg import taken_ahead
 from fedvlm.local.sgd import Sgd
 
 
@@ -24,13 +22,5 @@ class Grace(Sgd):
     inner: float = 0.01  # α, the inner step
 
     def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
-        plain = super().slopes(model, anchor, own)
         near = by_autograd(lambda now, batch: aligned(model, self.objective, now, anchor, batch, self.align))
-
-        def corrected(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-            first, second = halves(batch)
-            _, found = plain(now, first)
-            each, found = near(ahead(now, found, self.inner), second)
-            return each, list(found)
-
-        return corrected
+        return taken_ahead(super().slopes(model, anchor, own), near, self.inner)

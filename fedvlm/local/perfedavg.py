@@ -4,6 +4,7 @@ w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇L(w′; sec
 steps from the shared model on its own training data. A newcomer has no labels to adapt with and takes the shared model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,14 +26,7 @@ class PerFedAvg(Sgd):
 
     def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
         plain = super().slopes(model, anchor, own)
-
-        def meta(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-            first, second = halves(batch)
-            _, found = plain(now, first)
-            each, found = plain(ahead(now, found, self.inner), second)
-            return each, list(found)
-
-        return meta
+        return taken_ahead(plain, plain, self.inner)
 
     def adapt(self, model: Model, own: Params, down: Params, data: Data) -> Params:
         params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, down).items()}
@@ -46,6 +40,17 @@ class PerFedAvg(Sgd):
             moved = ahead(now, found, self.inner)
             params = {k: torch.cat([moved[k], v[len(batch.y) :]]) for k, v in params.items()}
         return params
+
+
+def taken_ahead(first: Slopes, then: Slopes, inner: float) -> Slopes:
+    """The slope `then` has on half of the batch, one step of `first` on the other half ahead."""
+
+    def meta(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        one, other = halves(batch)
+        _, found = first(now, one)
+        return then(ahead(now, found, inner), other)
+
+    return meta
 
 
 def halves(batch: Batch) -> tuple[Batch, Batch]:
