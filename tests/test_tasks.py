@@ -140,6 +140,21 @@ def test_another_device_changes_nothing(adapter, double):
     assert "shared.score" in found[1][1] and "personal.score" in found[1][1]
 
 
+def test_a_gpu_that_is_not_there(monkeypatch):
+    """Asked for, it is missed in words; left to us, small steps never go there and networks only where there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FedvlmError, match="finds no GPU"):
+        train.device_of(resolve("fedclip", {"device": "cuda"}))
+    assert train.device_of(resolve("fedavg-unet", {})) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (
+        train.device_of(resolve("fedclip", {})) == train.device_of(resolve("fedavg-unet", {"device": "cpu"})) == "cpu"
+    )
+    assert (
+        train.device_of(resolve("fedavg-unet", {})) == train.device_of(resolve("fedclip", {"device": "cuda"})) == "cuda"
+    )
+
+
 def test_residual_networks_have_everybodys_sizes():
     for depth, expected in ((18, 11_689_512), (34, 21_797_672), (50, 25_557_032)):
         with torch.device("meta"):
