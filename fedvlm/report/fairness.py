@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fedvlm.report.figures import LIGHT, Line, Look, brief, caption, gather, spread, styled
+from fedvlm.report.figures import LIGHT, Line, Look, brief, caption, gather, score, spread, styled
 from fedvlm.runs import Run
 
 RANKS = np.linspace(0, 100, 101)
@@ -64,7 +64,9 @@ def draw(runs: list[Run], look: Look) -> Figure:
             colour = next(x.colour for x in lines if x.label == label)
             left.text(103, y, brief(label, 20), color=colour, va="center")
     left.set(
-        xlim=(0, 100), xlabel="clients, from the worst served to the best, %", ylabel="test score of its own model, %"
+        xlim=(0, 100),
+        xlabel="clients, from the worst served to the best, %",
+        ylabel=f"test {score(lines)} of its own model, %",
     )
     left.set_title("who is worst off")
     for ax in right:

@@ -28,7 +28,7 @@ from fedvlm.runs import Run
 FROZEN = "zero-shot"
 BUYS = "what adaptation buys over the frozen model"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-MEANING = {"G": "accuracy on clients nobody has seen (G), %", "P": "accuracy of the clients' own models (P), %"}
+MEANING = {"G": "{} on clients nobody has seen (G), %", "P": "{} of the clients' own models (P), %"}
 
 
 class Look(NamedTuple):
@@ -144,7 +144,7 @@ def plane(ax: Axes, lines: list[Line], look: Look) -> None:
         ax.plot(at[line.label][0], 0, "^", ms=9, color=line.colour, transform=ax.get_xaxis_transform(), clip_on=False)
     ax.margins(0.16, 0.14)
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
-    ax.set(xlim=(left, right), ylim=(low, high), xlabel=MEANING["P"], ylabel=MEANING["G"])
+    ax.set(xlim=(left, right), ylim=(low, high), xlabel=meaning(lines, "P"), ylabel=meaning(lines, "G"))
     ax.set_title(BUYS if base and len(lines) > 1 else "shared and personal models")
     if base:
         p, _, g, _ = at[base.label]
@@ -179,7 +179,7 @@ def ladder(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
         if line.frozen:
             ax.axvline(value, color=look.faint, lw=0.9, ls="--", zorder=1)
     ax.set_yticks(range(len(lines)), [brief(x.label) for x in reversed(lines)])
-    ax.set(xlabel=MEANING[metric], ylim=(-0.6, len(lines) - 0.4))
+    ax.set(xlabel=meaning(lines, metric), ylim=(-0.6, len(lines) - 0.4))
     ax.margins(x=0.2)
     ax.set_title(BUYS if lines[0].frozen and len(lines) > 1 else "after the last round")
 
@@ -199,6 +199,15 @@ def curves(ax: Axes, lines: list[Line], metric: str, look: Look) -> None:
     ax.set(xlim=(0, final), ylim=(low, high), ylabel=f"{metric}, %")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.grid(axis="y", color=look.faint, alpha=0.2, lw=0.6)
+
+
+def meaning(lines: list[Line], metric: str) -> str:
+    return MEANING[metric].format(score(lines))
+
+
+def score(lines: list[Line]) -> str:
+    """What was measured: accuracy, Dice."""
+    return " and ".join(sorted({i["data"].get("metric", "accuracy") for x in lines for i in x.infos}))
 
 
 def targets(lines: list[Line]) -> set[tuple[str, ...]]:
@@ -237,7 +246,7 @@ def dots(ax: Axes, lines: list[Line], rows: dict[str, list[float]], look: Look) 
     ax.margins(x=0)
     ax.set_ylim(-0.5, len(rows) - 0.5)
     several = len(targets(lines)) > 1
-    ax.set_xlabel("accuracy when held out (G), %" if several else "test accuracy, %")
+    ax.set_xlabel(f"{score(lines)} when held out (G), %" if several else f"test {score(lines)}, %")
     ax.set_title(f"each {'target' if several else 'client'}{', zero-shot as |' * lines[0].frozen}")
 
 
