@@ -58,6 +58,7 @@ def main() -> None:
         console.rows(
             ["method", "G", "P", "worst client", "gap variance", "MB/round"], [masks(*f) for f in found.items()]
         )
+        paired(found)
     if args.roles:
         text = {"data": args.roles, "stride": args.stride, "hidden": args.hidden}
         found = runs(common | text, "lstm")
@@ -97,6 +98,17 @@ def masks(name: str, found: list[Run]) -> list[str]:
     scores = [spread([100 * s[m] for s in seeds]) for m in ("G", "P")]  # type: ignore[operator]
     worst = np.mean([100 * r.info["result"]["last"]["personal"]["worst"] for r in found])
     return [name, *scores, f"{worst:.2f}", *costs(found)]
+
+
+def paired(found: dict[str, list[Run]]) -> None:
+    """G against FedAvg's, seed by seed: the splits differ by seed, and so do all methods with them."""
+    g = {name: {s: v["G"] for s, v in by_seed([r.info for r in part]).items()} for name, part in found.items()}
+    for name, mine in g.items():
+        change = np.array([100 * (mine[s] - g["fedavg"][s]) for s in mine])  # type: ignore[operator]
+        if name != "fedavg" and len(change) > 1:
+            print(
+                f"{name}: G {change.mean():+.2f} ± {change.std(ddof=1) / len(change) ** 0.5:.2f} (s.e.) against fedavg"
+            )
 
 
 def letters(name: str, found: list[Run]) -> list[str]:
