@@ -29,9 +29,7 @@ RECIPES = Path(__file__).parent / "recipes"
 class Config(Layout):
     """What a run is, beside its method's three parts."""
 
-    data: str = (
-        "emoji"  # emoji (embedded), a folder of [domain/]class/image or site/image + site/mask, or a .jsonl file
-    )
+    data: str = "emoji"  # emoji (embedded), a folder of images (with domains, classes or masks), or a .jsonl file
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
     template: str = "a photo of a {}"  # how a class name becomes a phrase
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stand on one side of a split
@@ -47,7 +45,7 @@ class Config(Layout):
     dropout: float = 0.0  # rehearsal: share of asked clients that fail to answer
     quorum: float = 0.5  # share of asked clients that must answer
     engine: Literal["auto", "serial", "stacked", "loopback"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for whole networks only
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for networks and prompts
     chunk: int = 0  # clients side by side; 0 follows the measured rule
     timeout: float = 300.0  # loopback: seconds a client may take to answer
     evaluate: int = 1  # score every so many rounds (and always the last)

@@ -1,7 +1,7 @@
 """U-Net (Ronneberger et al., 2015) for masks: down through `levels` halvings, up again with what was seen on the way.
 
 Trained from the start, all of it shared. Each image is normed by itself: with a few images and a few steps a round the
-running statistics of batch norm lag so far behind that the shared model is no use for tens of rounds (norm=batch has them).
+running statistics of batch norm lag behind (norm=batch has them; on retina its shared model was at Dice 0 after 12 rounds).
 Its features are the deepest ones' means.
 """
 

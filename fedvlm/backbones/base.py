@@ -57,7 +57,7 @@ def look(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor
 
 
 def towers(backbone: Backbone, needed: str) -> Any:
-    """A CLIP's own image or text tower; None where there is none to give."""
+    """A CLIP's own image or text tower; None where none is needed."""
     if not needed:
         return None
     found = getattr(backbone, needed.replace(" ", "_"), None)

@@ -152,7 +152,7 @@ class Clip(Towers):
         return F.normalize(self.model.text_projection(pooled), dim=-1).cpu()
 
     def form(self, view: str) -> Form | None:
-        size = int(describe(self.folder)["vision_config"].get("image_size", 224))
+        size = int(describe(self.folder).get("vision_config", {}).get("image_size", 224))
         return {"embedding": Form((self.dim,)), "pixels": Form((3, size, size), "u1")}.get(view)
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:

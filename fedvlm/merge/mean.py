@@ -29,14 +29,23 @@ class Mean:
         return {"after": torch.full((clients,), torch.nan)} if self.gaps else {}
 
     def round(self, state: State, cohort: Cohort) -> State:
-        total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in state.shared.items()}
+        total, _, kept = self.gather(state, cohort, state.shared)
+        shared = {k: total[k].to(v.dtype) for k, v in state.shared.items()}
+        return state._replace(shared=shared, server=state.server | kept)
+
+    def gather(
+        self, state: State, cohort: Cohort, down: Params, plain: Params | None = None
+    ) -> tuple[Params, int, Params]:
+        """Trains, a few clients at a time: the weighted means of what comes back (of the names in `plain`, the sums),
+        how many answered, and what the server keeps for its records."""
+        total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in down.items()}
         weights: dict[int, float] = {}
         agreement, gaps = Agreement(self.cosine), Gaps(state.server)
         losses = 0.0
-        for ids, up in cohort.stream("train", state.shared):
+        for ids, up in cohort.stream("train", down):
             weight = up["n"] if self.weights == "size" else torch.ones_like(up["n"])
             for k, v in total.items():
-                v += torch.tensordot(weight, up[k], dims=1)
+                v += up[k].double().sum(0) if k in (plain or {}) else torch.tensordot(weight, up[k], dims=1)
             weights |= zip(ids.tolist(), weight.tolist(), strict=True)
             losses += float(weight @ up["loss"])
             agreement.add(up, state.shared)
@@ -44,8 +53,7 @@ class Mean:
         scale = sum(weights.values())
         cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale}
         cohort.notes |= gaps.notes() | agreement.notes()
-        shared = {k: (v / scale).to(state.shared[k].dtype) for k, v in total.items()}
-        return state._replace(shared=shared, server=state.server | gaps.kept)
+        return {k: v if k in (plain or {}) else v / scale for k, v in total.items()}, len(weights), gaps.kept
 
     def watch(self, state: State, cohort: Cohort, ids: np.ndarray, up: Params) -> Gaps:
         """For merges that have all replies at once: the same records."""
