@@ -285,7 +285,7 @@ def _wire(name: str) -> list[str]:
     own = ["a copy" if k.startswith(COPY) else k for k in method.newcomer]
     return [
         ", ".join(dict.fromkeys(own)) or "–",
-        f"{(nbytes(method.initial) + 4 * len(method.sends) * method.trains) / 1e3:.3g}",
+        f"{(nbytes(method.initial) + method.extra * method.trains) / 1e3:.3g}",
     ]
 
 

@@ -71,8 +71,8 @@ class Data:
 
     @property
     def kind(self) -> torch.dtype:
-        """Of losses and weights: the features', where those are no whole numbers (pixels, characters)."""
-        return self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()
+        """Of losses and weights: the features', where those are neither whole numbers (pixels, characters) nor halves."""
+        return self.x.dtype if self.x.dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
 
     def here(self, values: np.ndarray) -> Tensor:
         """On the device where the examples lie."""
@@ -212,8 +212,13 @@ class NoQuorum(FedvlmError):
 
 def tracked(name: str) -> bool:
     """Whether a parameter is a running statistic: it travels and is averaged like any other, but follows what a batch
-    shows, not the loss; nothing ties, corrects or looks ahead along it."""
-    return name.rpartition(".")[2].startswith("running_")
+    shows, not the loss; nothing ties, corrects or looks ahead along it. An index is the extreme case: it stays."""
+    return name.rpartition(".")[2].startswith(("running_", "which_"))
+
+
+def index(name: str) -> bool:
+    """Whether a parameter says which of several things is meant (`which_nouns`): nothing has a slope in it."""
+    return name.rpartition(".")[2].startswith("which_")
 
 
 def nbytes(params: Params) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -36,11 +37,12 @@ class Method:
 
     @classmethod
     def build(cls, adapter: Adapter, local: Sgd, merge: Mean, task: Task, seed: int = 0) -> Method:
-        missing = [n for n in merge.needs if n not in (*local.sends, *GAUGES)]
+        sends = local.sends(task)
+        missing = [n for n in merge.needs if n not in (*sends, *GAUGES)]
         if missing:
             raise FedvlmError(
                 f"merge={name_of(merge)} needs uploads named {', '.join(missing)}, and local={name_of(local)} sends "
-                f"{', '.join(local.sends) or 'none'}; use merge=mean, or a local rule that sends them"
+                f"{', '.join(sends) or 'none'}; use merge=mean, or a local rule that sends them"
             )
         if local.partner not in ("", name_of(merge)) or merge.partner not in ("", name_of(local)):
             one, other = ("local", local.partner) if local.partner else ("merge", merge.partner)
@@ -83,9 +85,14 @@ class Method:
         return bool(self.newcomer) or self.local.adapts
 
     @property
-    def sends(self) -> tuple[str, ...]:
-        """What goes up in training beside the shared parameters: the local rule's numbers and what the merge gauges."""
-        return (*self.local.sends, *(n for n in GAUGES if n in self.merge.needs))
+    def sends(self) -> dict[str, tuple[int, ...]]:
+        """What goes up in training beside the shared parameters: the local rule's own and what the merge gauges."""
+        return self.local.sends(self.task) | {n: () for n in GAUGES if n in self.merge.needs}
+
+    @property
+    def extra(self) -> int:
+        """The bytes of that, for one client; what has no fixed length is left out."""
+        return 4 * sum(math.prod(shape) for shape in self.sends.values() if -1 not in shape)
 
     def shared(self, down: Params) -> Params:
         """The shared model, as a newcomer gets it."""

@@ -253,7 +253,6 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, 
     """What a round will send and take, before anything runs: bytes are exact, seconds from a few timed batches."""
     able = federation.seen
     asked = max(1, int(np.ceil(setup.config.participation * len(able))))
-    extra = len(method.sends) * 4
     sizes = federation.data.counts("train")
     first = int(able[sizes[able].argmax()])
     few = min(int(sizes[first]), 8 * setup.local.batch)
@@ -270,7 +269,7 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, 
     share = asked / len(able)
     seconds = (train * share * sizes[able].sum() + score * len(federation.data.x)) / few
     wire = nbytes(method.initial)
-    return {"asked": asked, "down": asked * wire, "up": asked * (wire + extra), "seconds": float(seconds)}
+    return {"asked": asked, "down": asked * wire, "up": asked * (wire + method.extra), "seconds": float(seconds)}
 
 
 def runs_of(setup: Setup, pool: Pool) -> list[Setup]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.evaluate.detection import SCORES
 from fedvlm.seeds import generator
-from fedvlm.tasks import CLASSES, Kind
+from fedvlm.tasks import CLASSES, Kind, Objective
 
 
 class Task(NamedTuple):
@@ -77,6 +77,10 @@ class Adapter:
     def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
         """The logits in training, for adapters in which they differ (statistics of the batch)."""
         return self.logits(task, params, batch.x)
+
+    def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:
+        """What is descended, one number a client, of what `training` gave: the place for a term of an adapter's own."""
+        return self.learns.losses[objective](logits, batch)
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """In training, logits and what an alignment compares (see `aligns`), for rules that look at both."""

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from fedvlm.config import Setup
 from fedvlm.core import Data, FedvlmError, Params
 from fedvlm.data.federation import Federation
-from fedvlm.engines.wire import HEAD, LIMIT, BadMessage, check, pack, unpack
+from fedvlm.engines.wire import HEAD, LIMIT, BadMessage, Expected, check, pack, unpack
 from fedvlm.method import Method
 
 MOST = 64  # processes
@@ -85,22 +85,22 @@ class Loopback:
         check(up, self.expected(step, down), self.names[i])
         return up
 
-    def expected(self, step: str, down: Params) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def expected(self, step: str, down: Params) -> Expected:
         """What a client may answer: anything else is refused."""
         kind = torch.get_default_dtype()
         if step == "train":
-            shared = {k: (torch.Size([1, *v.shape]), v.dtype) for k, v in down.items()}
-            return shared | {k: (torch.Size([1]), kind) for k in self.method.sends}
+            shared = {k: ((1, *v.shape), v.dtype) for k, v in down.items()}
+            return shared | {k: ((1, *shape), kind) for k, shape in self.method.sends.items()}
         if step == "gauge":
-            return {"val": (torch.Size([1]), kind)}
+            return {"val": ((1,), kind)}
         if step == "detect":
-            return {k: (torch.Size([1]), kind) for k in self.method.detects}
+            return {k: ((1,), kind) for k in self.method.detects}
         if step == "score":
             views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
             names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
             bent = [f"{v}.corrupted" for v in views] if self.bent else []
-            return {k: (torch.Size([1, 3]), kind) for k in names} | {k: (torch.Size([1]), kind) for k in bent}
-        return {k: (torch.Size([1]), kind) for k in self.method.adapter.watches}
+            return {k: ((1, 3), kind) for k in names} | {k: ((1,), kind) for k in bent}
+        return {k: ((1,), kind) for k in self.method.adapter.watches}
 
     def close(self) -> None:
         for worker in self.workers.values():

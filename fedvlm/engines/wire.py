@@ -14,6 +14,7 @@ from fedvlm.core import FedvlmError, Params
 
 LIMIT = 4 << 30  # a longer frame is refused before it is read
 HEAD = struct.Struct("<Q")
+Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape (−1: any length) and dtype by name
 
 
 class BadMessage(FedvlmError):
@@ -51,14 +52,15 @@ def receive(pipe: BinaryIO) -> bytes | None:
     return data if len(data) == size else None
 
 
-def check(params: Params, expected: dict[str, tuple[torch.Size, torch.dtype]], who: str) -> None:
+def check(params: Params, expected: Expected, who: str) -> None:
     """Names, shapes, dtypes and finite numbers are what was agreed."""
     if params.keys() != expected.keys():
         odd = sorted(params.keys() ^ expected.keys())
         raise BadMessage(f"{who} sent other names than agreed: {', '.join(odd[:5])}")
     for name, (shape, dtype) in expected.items():
         value = params[name]
-        if value.shape != shape or value.dtype != dtype:
+        fits = value.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, value.shape, strict=True))
+        if not fits or value.dtype != dtype:
             raise BadMessage(f"{who} sent {name} as {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
         if value.is_floating_point() and not value.isfinite().all():
             raise BadMessage(f"{who} sent {name} with numbers that are not finite")

@@ -42,7 +42,7 @@ def aligned(model: Model, objective: Objective, now: Params, anchor: Params, bat
     with torch.no_grad():
         _, there = adapter.both(model.task, old, batch)
     weight = torch.full_like(here[..., 0], 1 / here.shape[1]) if adapter.aligns == "classes" else batch.weight
-    return adapter.learns.losses[objective](logits, batch) + strength * coral(here, there, weight)
+    return adapter.loss(objective, logits, batch) + strength * coral(here, there, weight)
 
 
 def coral(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

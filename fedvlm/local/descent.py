@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params, tracked
+from fedvlm.core import Batch, Data, Params, index, tracked
 
 Loss = Callable[[Params, Batch], Tensor]  # one number a client
 FOLLOW = 0.1  # of the way from a running statistic to a batch's, each step: batch norm's usual momentum
@@ -62,9 +62,10 @@ def by_autograd(loss: Loss) -> Slopes:
 
     @torch.enable_grad()
     def slopes(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
-        each = loss(leaves, batch)
-        return each.detach(), torch.autograd.grad(each, list(leaves.values()), torch.ones_like(each))
+        leaves = {k: v.detach().requires_grad_() for k, v in now.items() if not index(k)}
+        each = loss(now | leaves, batch)
+        found = iter(torch.autograd.grad(each, list(leaves.values()), torch.ones_like(each)))
+        return each.detach(), [next(found) if k in leaves else torch.zeros_like(v) for k, v in now.items()]
 
     return slopes
 

@@ -22,7 +22,7 @@ class Model:
 
     def loss(self, objective: Objective, params: Params, batch: Batch) -> Tensor:
         """In training, one number a client."""
-        return self.adapter.learns.losses[objective](self.adapter.training(self.task, params, batch), batch)
+        return self.adapter.loss(objective, self.adapter.training(self.task, params, batch), batch)
 
     def slopes(self, objective: Objective, held: Params | None = None) -> Slopes:
         """The loss and its slope in the parameters that are trained; those `held` beside them stay. By hand where the

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fedvlm.adapters.base import Task
 from fedvlm.core import Data, Params, lift, only, spread
 from fedvlm.local import copies
 from fedvlm.local.descent import Pace, Slopes, descend
@@ -19,9 +20,12 @@ class Sgd(Pace):
     objective: Objective = "cross-entropy"
     keep: bool = False  # a client keeps the model it trained last as its own (else its own is the shared one)
 
-    sends: ClassVar[tuple[str, ...]] = ("n", "loss")  # what goes up beside the shared parameters: one number each
     adapts: ClassVar[bool] = False  # whether `adapt` does more than `personal`
     partner: ClassVar[str] = ""  # the one merge it works with, where it is only one
+
+    def sends(self, task: Task) -> dict[str, tuple[int, ...]]:
+        """What goes up beside the shared parameters, by name: its shape, () for one number and −1 for any length."""
+        return {"n": (), "loss": ()}
 
     def rows(self, shared: Params) -> Params:
         """What this rule keeps on a client beside the adapter's private names: the newcomer's row."""
