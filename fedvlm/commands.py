@@ -26,7 +26,7 @@ def encoded(setup: Setup) -> Pool:
     """The images as the backbone sees them, with a bar while it looks."""
     from fedvlm import console, train
 
-    with console.progress("encoding images") as update:
+    with console.progress("encoding") as update:
         pool = train.load_pool(setup, lambda done, total: update(done, total=total))
     for name, why in list(pool.skipped.items())[:10]:
         console.err.print(f"left out: {name}: {why}", style="yellow")
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
         return _dry(jobs, pool)
     alone = len(jobs) == 1
     folders = [Path(j.config.out) if alone and j.config.out else train.place(j, pool) for j in jobs]
+    reveal([setup])
     finished = run_all(list(zip(jobs, folders, strict=True)), setup.config.jobs)
     _table(finished, args)
     if alone:
@@ -64,7 +65,17 @@ def bench(args: argparse.Namespace) -> None:
     setups = [resolve(m, given) for m in methods]
     if "protocol" not in given and "unseen" not in given and len(encoded(setups[0]).source.domains) >= 3:
         setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
+    reveal(setups)
     _table(run_all(jobs_of(setups), setups[0].config.jobs), args)
+
+
+def reveal(setups: list[Setup]) -> None:
+    """Before anything runs: what of private data will leave a client, beside parameters and numbers."""
+    from fedvlm import console
+
+    for setup in setups:
+        if setup.merge.reveals:
+            console.err.print(f"{setup.recipe.name}: clients send {setup.merge.reveals}", style="yellow")
 
 
 def jobs_of(setups: list[Setup]) -> list[Job]:
@@ -128,6 +139,12 @@ def _dry(jobs: list[Setup], pool: Pool) -> None:
     console.rows(["client", "role", "train", "val", "test", *(shown or ["classes"])], lines)
     if len(federation.names) > 40:
         console.out.print(f"… and {len(federation.names) - 40} more clients", style="dim")
+    if federation.task.novel:
+        told = "" if "novel" in method.halves else f", which adapter={setup.chosen['adapter']} cannot be asked about"
+        images = " and ".join(f"{len(y)} of {half}" for half, (_, y) in federation.data.halves.items())
+        console.out.print(
+            f"nobody trains on {len(federation.task.novel.classes)} novel classes{told}; test images: {images} classes"
+        )
     wire = train.estimate(method, federation, setup)
     total = wire["seconds"] * setup.config.rounds * len(jobs)
     console.out.print(
@@ -138,6 +155,7 @@ def _dry(jobs: list[Setup], pool: Pool) -> None:
     console.out.print(
         f"private to each client: {listed(method.newcomer) or 'nothing'}; "
         f"goes up: {', '.join([listed(method.initial), *method.sends])}"
+        + (f" ({setup.merge.reveals})" if setup.merge.reveals else "")
     )
 
 

@@ -39,7 +39,7 @@ class Config(Layout):
     corrupt: int = 0  # corrupted versions of each test image (of 75: 15 kinds × 5 severities); records cacc
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
-    protocol: Literal["one", "leave-one-domain-out"] = "one"
+    protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = "one"
     rounds: int = 50
     participation: float = 1.0  # share of clients asked each round
     dropout: float = 0.0  # rehearsal: share of asked clients that fail to answer

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
+from fedvlm.evaluate.protocols import MEASURES
 from fedvlm.report.tables import Table
 
 WIDE = 240  # where nobody looks at a terminal, nothing has to be cut
@@ -59,7 +60,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
 def words(record: dict[str, Any]) -> str:
     """A round in a few words."""
     parts = [f"loss {record['loss']:.3f}"] if record.get("loss") is not None else []
-    parts += [f"{k} {100 * record[k]:.1f}" for k in ("G", "P") if record.get(k) is not None]
+    parts += [f"{k} {100 * record[k]:.1f}" for k in (*MEASURES, "G", "P") if record.get(k) is not None]
     return " ".join([*parts, f"{(record['bytes_down'] + record['bytes_up']) / 1e6:.2f} MB/round"])
 
 

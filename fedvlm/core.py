@@ -17,8 +17,11 @@ from torch import Tensor
 from fedvlm.seeds import keys, shuffled
 
 Params = dict[str, Tensor]  # flat: a safetensors file, a Flower ArrayRecord
+Halves = dict[str, tuple[Tensor, Tensor]]  # "base", "novel" → x and y of all test examples of these classes
 
 SPLITS = ("train", "val", "test")
+TASK = "task."  # before what a server says of the task itself: task.text, task.novel
+REFERENCE = "reference."  # before the names of a model to stay near
 WINDOW = 64  # steps planned ahead: one large client among many small ones must not cost memory for all
 
 
@@ -61,6 +64,7 @@ class Data:
     rounds: int = 1
     outside: Tensor | None = None  # examples of no class, which everybody may look at
     corrupted: Tensor | None = None  # of each example so many corrupted versions, [examples, versions, …]
+    halves: Halves = field(default_factory=dict)  # which everybody may look at
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -80,6 +84,11 @@ class Data:
 
     def sizes(self) -> Tensor:
         return self.here(self.counts("train")).to(self.kind)
+
+    def holds(self, classes: int) -> Tensor:
+        """Training examples by client and class, [clients, classes]."""
+        rows = [torch.bincount(self.y[int(low) : int(high)], minlength=classes) for low, high, *_ in self.bounds]
+        return torch.stack(rows).to(self.kind)
 
     def bent(self) -> Data:
         """The corrupted versions of the test examples, as data of their own."""
@@ -205,6 +214,14 @@ class Cohort:
         at = torch.from_numpy(order)
         return ids[order], {k: torch.cat([up[k] for _, up in parts])[at] for k in (parts[0][1] if parts else {})}
 
+    def ask_some(self, ids: np.ndarray, step: str, down: Params) -> tuple[np.ndarray, Params]:
+        """The same of these clients only; the bytes are still this cohort's."""
+        part = replace(self, ids=ids, notes={})
+        try:
+            return part.ask(step, down)
+        finally:
+            self.bytes_down, self.bytes_up = part.bytes_down, part.bytes_up
+
 
 class NoQuorum(FedvlmError):
     """Too few clients answered."""
@@ -212,13 +229,14 @@ class NoQuorum(FedvlmError):
 
 def tracked(name: str) -> bool:
     """Whether a parameter is a running statistic: it travels and is averaged like any other, but follows what a batch
-    shows, not the loss; nothing ties, corrects or looks ahead along it. An index is the extreme case: it stays."""
-    return name.rpartition(".")[2].startswith(("running_", "which_"))
+    shows, not the loss; nothing ties, corrects or looks ahead along it."""
+    return name.rpartition(".")[2].startswith("running_")
 
 
-def index(name: str) -> bool:
-    """Whether a parameter says which of several things is meant (`which_nouns`): nothing has a slope in it."""
-    return name.rpartition(".")[2].startswith("which_")
+def told(name: str) -> bool:
+    """Whether an entry of a message is about the task or the moment (class embeddings, a reference model), not a model's
+    own: it goes down, is not trained, and does not come up."""
+    return name.startswith((TASK, REFERENCE))
 
 
 def nbytes(params: Params) -> int:

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.core import Cohort, Data, FedvlmError, Params, State, lift, only
+from fedvlm.core import TASK, Cohort, Data, FedvlmError, Params, State, lift, only
 from fedvlm.evaluate.detection import MEASURES, SCORES
+from fedvlm.local.copies import COPY, adapters
 from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 
-STEPS = ("train", "gauge", "score", "detect", "diagnose")  # what a server may ask; nothing else crosses the wire
+# what a server may ask; nothing else crosses the wire
+STEPS = ("train", "gauge", "score", "detect", "open.shared", "open.personal", "diagnose")
 
 
 GAUGES = ("before", "after")  # validation loss of what was sent and of what was trained, where a merge needs them
+MET = COPY + "met"  # in a client's row: whether it ever trained, where that matters
 
 Parts = Iterator[tuple[Tensor, Tensor, np.ndarray]]  # score, loss and cell of some examples
 
@@ -38,7 +41,7 @@ class Method:
     @classmethod
     def build(cls, adapter: Adapter, local: Sgd, merge: Mean, task: Task, seed: int = 0) -> Method:
         sends = local.sends(task)
-        missing = [n for n in merge.needs if n not in (*sends, *GAUGES)]
+        missing = [n for n in merge.needs if n not in (*sends, *GAUGES, *merge.collects(task))]
         if missing:
             raise FedvlmError(
                 f"merge={name_of(merge)} needs uploads named {', '.join(missing)}, and local={name_of(local)} sends "
@@ -50,6 +53,9 @@ class Method:
                 f"{one}={other} works only together with {'merge' if one == 'local' else 'local'}={other}: they exchange "
                 "what no other part knows; give both"
             )
+        for axis, part in (("local", local), ("merge", merge)):
+            if why := part.refuses(adapter):
+                raise FedvlmError(f"{axis}={name_of(part)} does not go with adapter={name_of(adapter)}: it {why}")
         if local.objective not in adapter.learns.losses:
             raise FedvlmError(
                 f"objective={local.objective}: adapter={name_of(adapter)} learns {adapter.learns.what}, and its loss is "
@@ -63,7 +69,13 @@ class Method:
                 f"it has {', '.join(params) or 'none'}"
             )
         shared = {k: v for k, v in params.items() if k not in adapter.private}
+        if lacking := [n for n in merge.wants if n not in shared]:
+            raise FedvlmError(
+                f"merge={name_of(merge)} works on shared parameters named {', '.join(merge.wants)}, and adapter="
+                f"{name_of(adapter)} has no {', '.join(lacking)}; use merge=mean, or an adapter that has them"
+            )
         newcomer = {k: v for k, v in params.items() if k in adapter.private} | local.rows(shared)
+        newcomer |= {MET: torch.zeros(())} if adapter.pairs and adapter.private else {}
         return cls(adapter, local, merge, task, seed, newcomer, shared)
 
     @property
@@ -87,7 +99,8 @@ class Method:
     @property
     def sends(self) -> dict[str, tuple[int, ...]]:
         """What goes up in training beside the shared parameters: the local rule's own and what the merge gauges."""
-        return self.local.sends(self.task) | {n: () for n in GAUGES if n in self.merge.needs}
+        gauges: dict[str, tuple[int, ...]] = {n: () for n in GAUGES if n in self.merge.needs}
+        return self.local.sends(self.task) | self.merge.collects(self.task) | gauges
 
     @property
     def extra(self) -> int:
@@ -96,27 +109,62 @@ class Method:
 
     def shared(self, down: Params) -> Params:
         """The shared model, as a newcomer gets it."""
-        return self.local.personal(lift(self.newcomer), lift(down))
+        return self.met(lift(self.newcomer), self.local.personal(lift(self.newcomer), lift(down)))
+
+    def personal(self, own: Params, down: Params, data: Data) -> Params:
+        """Each client's own model."""
+        return self.met(own, self.local.adapt(self.model, own, lift(down), data))
+
+    def met(self, own: Params, params: Params) -> Params:
+        """These models, and the shared one in place of those whose client never trained."""
+        if not self.pairs:
+            return params
+        met, public = own[MET] > 0, self.adapter.public(params)
+        return {k: torch.where(met.view(-1, *[1] * (v.dim() - 1)), v, public[k]) for k, v in params.items()}
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a client's private part stands beside a shared twin, which is a newcomer's."""
+        return self.adapter.pairs and bool(self.adapter.private)
 
     def init(self, clients: int) -> State:
-        return State(dict(self.initial), dict(self.newcomer), self.merge.init(clients))
+        down, kept = self.merge.begin(self.model, self.seed)
+        return State(self.initial | down, dict(self.newcomer), self.merge.init(clients) | kept)
+
+    def told(self, down: Params) -> tuple[Method, Params]:
+        """Itself on the task as a message describes it (class embeddings a server has trained), and the message without."""
+        text, novel = down.get(TASK + "text"), down.get(TASK + "novel")
+        if text is None:
+            return self, down
+        task = self.task._replace(text=text)
+        if novel is not None and task.novel is not None:
+            task = task._replace(novel=task.novel._replace(text=novel))
+        return replace(self, task=task), {k: v for k, v in down.items() if not k.startswith(TASK)}
 
     def round(self, state: State, cohort: Cohort) -> State:
-        return self.merge.round(state, cohort)
+        return self.merge.serve(self.model, state, cohort)
 
     def play(self, step: str, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
         """A client step by name: (own rows, message, data) → (own rows, reply), for a few clients side by side."""
+        if TASK + "text" in down:
+            method, rest = self.told(down)
+            return method.play(step, own, rest, data)
         if step == "train":
             before = self.gauge(own, lift(down), data) if "before" in self.sends else {}
             own, up = self.local.train(self.model, own, down, data)
-            after = self.gauge(own, only(up, down), data) if "after" in self.sends else {}
-            return own, up | {name: v["val"] for name, v in (("before", before), ("after", after)) if v}
+            own |= {MET: torch.ones(len(data), dtype=data.kind, device=data.x.device)} if self.pairs else {}
+            trained = only(up, self.local.trained(down))
+            after = self.gauge(own, trained, data) if "after" in self.sends else {}
+            found = self.merge.collect(self.model, trained | adapters(own), data)
+            return own, up | found | {name: v["val"] for name, v in (("before", before), ("after", after)) if v}
         if step == "gauge":
             return own, self.gauge(own, lift(down), data)
         if step == "score":
             return own, self.score(own, down, data)
         if step == "detect":
             return own, self.detect(own, down, data)
+        if step in ("open.shared", "open.personal"):
+            return own, self.open(step.rpartition(".")[2], own, down, data)
         if step == "diagnose":
             told = self.adapter.diagnose(self.task, self.local.personal(own, lift(down)))
             return own, {k: v.expand(len(data)) for k, v in told.items()}  # of a shared map there is one for all
@@ -131,7 +179,7 @@ class Method:
         up = {"count": torch.from_numpy(count).to(data.kind)}
         models = {"shared": (self._together, self.shared(down))} if self.generalises else {}
         if self.personalises:
-            models["personal"] = (self._apart, self.local.adapt(self.model, own, lift(down), data))
+            models["personal"] = (self._apart, self.personal(own, down, data))
         for view, (parts, params) in models.items():
             up |= tally(view, cells, parts(params, data))
             if data.corrupted is not None:  # of the test examples, over all their versions
@@ -153,10 +201,10 @@ class Method:
         """How well each client's test examples are told from those outside, by view, score and measure."""
         assert data.outside is not None
         found: dict[str, list[float]] = {name: [] for name in self.detects}
-        mine = self.local.adapt(self.model, own, lift(down), data) if self.personalises else {}
+        mine = self.personal(own, down, data) if self.personalises else {}
         for i in range(len(data)):
             inside = data.x[int(data.bounds[i, 2]) : int(data.bounds[i, 3])]
-            models = {"shared": self.shared(down), "personal": {k: v[i : i + 1] for k, v in mine.items()}}
+            models = {"shared": self.shared(down), "personal": one_of(mine, i)}
             for view in self.views:
                 here, there = (self._inside(models[view], x) for x in (inside, data.outside))
                 for score in SCORES:
@@ -168,6 +216,34 @@ class Method:
     def _inside(self, params: Params, x: Tensor) -> dict[str, Tensor]:
         parts = [self.adapter.inside(self.task, params, part[None]) for part in torch.split(x, self.adapter.block)]
         return {k: torch.cat([p[k][0] for p in parts]) if parts else x.new_empty(0) for k in SCORES}
+
+    @property
+    def halves(self) -> dict[str, Task]:
+        """What can be asked of these models beside a client's own examples: the classes trained on and, where the adapter
+        can speak of them, those nobody trained on."""
+        if self.task.novel is None:
+            return {}
+        return {"base": self.task} | ({"novel": self.task.novel} if self.adapter.opens else {})
+
+    @torch.no_grad()
+    def open(self, view: str, own: Params, down: Params, data: Data) -> Params:
+        """Of all base and all novel test examples, how many of each class are told, [clients, classes], by the shared
+        model or by each client's own."""
+        mine = self.shared(down) if view == "shared" else self.personal(own, down, data)
+        up: Params = {}
+        for half, task in self.halves.items():
+            rows = []
+            for i in range(len(data)):
+                rows.append(self._told(task, one_of(mine, i), *data.halves[half]))
+            up[half] = torch.stack(rows)
+        return up
+
+    def _told(self, task: Task, params: Params, x: Tensor, y: Tensor) -> Tensor:
+        right = []
+        for part, label in zip(*(torch.split(v, self.adapter.block) for v in (x, y)), strict=True):
+            right.append(self.adapter.learns.score(self.adapter.logits(task, params, part[None]), label[None])[0][0])
+        told = torch.bincount(y[torch.cat(right)].cpu(), minlength=len(task.classes))
+        return told.to(torch.get_default_dtype())
 
     @torch.no_grad()
     def gauge(self, own: Params, shared: Params, data: Data) -> Params:
@@ -196,6 +272,11 @@ class Method:
     def _each(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         score, loss = self.adapter.learns.score(self.model.logits(params, x), y)
         return score.flatten(), loss.flatten()
+
+
+def one_of(params: Params, i: int) -> Params:
+    """One client's model of a few side by side; what is shared is there once for all."""
+    return {k: v[i % len(v)][None] for k, v in params.items()}
 
 
 def tally(view: str, cells: int, parts: Parts) -> Params:

@@ -28,13 +28,19 @@ import fedvlm
 from fedvlm.config import Setup
 from fedvlm.core import FedvlmError, Params, State
 from fedvlm.data.federation import Pool
+from fedvlm.evaluate.protocols import OPEN
 
 LOOSE = ("out", "seeds", "jobs", "protocol", "timeout", "device")  # keys that do not change a run's numbers
 
 
+def binding(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a run's keys changes its numbers: of the protocols, the one that takes classes away."""
+    return {k: v for k, v in config.items() if k not in LOOSE or (k, v) == ("protocol", OPEN)}
+
+
 def identity(setup: Setup, pool: Pool) -> str:
     """Two runs with the same identity would give the same numbers."""
-    decided = {k: v for k, v in setup.record().items() if k not in LOOSE}
+    decided = binding(setup.record())
     decided |= {"data": pool.fingerprint, "backbone": pool.backbone, "version": fedvlm.__version__}
     decided["files"] = {
         a: Path(n).read_text() for a, n in setup.chosen.items() if n.endswith(".py")
@@ -175,8 +181,11 @@ def _describe(setup: Setup, pool: Pool, mark: str) -> dict[str, Any]:
             "images": len(pool.source.items),
             "domains": pool.source.domains,
             "classes": list(pool.task.classes),
+            "novel": list(pool.task.novel.classes) if pool.task.novel else [],
+            "nouns": list(pool.task.nouns),
             "skipped": pool.skipped,
         },
+        "reveals": setup.merge.reveals,
         "backbone": {"name": pool.backbone, "dim": pool.task.dim, "scale": pool.task.scale},
         "versions": {
             "fedvlm": fedvlm.__version__,
@@ -199,8 +208,8 @@ def _commit() -> str:
 
 def differs(info: dict[str, Any], setup: Setup, pool: Pool) -> str:
     """What a run in the way has different, in words."""
-    old, new = info["config"], json.loads(json.dumps(setup.record()))
-    keys = [k for k in new if k not in LOOSE and old.get(k) != new[k]]
+    old, new = (binding(c) for c in (info["config"], json.loads(json.dumps(setup.record()))))
+    keys = [k for k in old | new if old.get(k) != new.get(k)]
     if info["data"]["fingerprint"] != pool.fingerprint:
         keys.append("the images")
     return "it differs in " + ", ".join(keys) if keys else "another version of fedvlm made it"

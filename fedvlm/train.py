@@ -16,13 +16,24 @@ from safetensors.torch import save
 
 from fedvlm import backbones, parts, runs
 from fedvlm.config import Setup
-from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, lift, nbytes, spread
-from fedvlm.data.federation import Federation, Pool, federate, pool, pool_of_text, with_corruptions, with_outsiders
+from fedvlm.core import Cohort, FedvlmError, NoQuorum, Params, nbytes, spread
+from fedvlm.data.federation import (
+    Federation,
+    Pool,
+    federate,
+    halved,
+    pool,
+    pool_of_text,
+    with_corruptions,
+    with_nouns,
+    with_outsiders,
+)
 from fedvlm.data.source import Source, fewer, open_outsiders, open_source
 from fedvlm.data.store import Progress
 from fedvlm.engines.loopback import Loopback
 from fedvlm.engines.stacked import Stacked, moved, stack
 from fedvlm.errors import nearest
+from fedvlm.evaluate.protocols import OPEN
 from fedvlm.evaluate.views import evaluate, selection
 from fedvlm.method import Method
 from fedvlm.runs import Run
@@ -50,8 +61,9 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
         config.template,
         config.outsiders,
         config.corrupt,
+        adapter.reads_nouns and adapter.candidates,  # type: ignore[attr-defined]
     )
-    key = (config.data, *how, backbone, adapter.reads, adapter.needs)
+    key = (config.data, *how, backbone, adapter.reads, adapter.needs, config.protocol == OPEN)
     if key not in _kept():
         source = open_source(config.data, config.group, config.domains, config.stride)
         fits(setup, source)
@@ -61,8 +73,13 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
         model, view = backbones.load(backbone), adapter.reads
         source = fewer(source, config.domains)
         found = pool(source, model, config.template, config.broken, progress, view, adapter.needs)
+        if config.protocol == OPEN:
+            found = halved(found)
         if config.outsiders:
             found = with_outsiders(found, open_outsiders(config.outsiders), model, view)
+        if adapter.reads_nouns:
+            candidates: int = adapter.candidates  # type: ignore[attr-defined]
+            found = with_nouns(found, model, config.template, candidates, progress)
         if config.corrupt:
             found = with_corruptions(found, config.corrupt, model, view, progress)
         _kept()[key] = found
@@ -70,9 +87,10 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
 
 
 def fits(setup: Setup, source: Source) -> None:
-    for key in ("outsiders", "corrupt"):
-        if getattr(setup.config, key) and source.kind is not CLASSES:
-            raise FedvlmError(f"{key}= is for classes, and data={setup.config.data} is {source.kind.what}")
+    given = {"outsiders=": setup.config.outsiders, "corrupt=": setup.config.corrupt}
+    for key, value in (given | {f"protocol={OPEN}": setup.config.protocol == OPEN}).items():
+        if value and source.kind is not CLASSES:
+            raise FedvlmError(f"{key} is for classes, and data={setup.config.data} is {source.kind.what}")
     if setup.adapter.learns is not source.kind:
         able = [n for n in parts.names("adapter") if parts.find("adapter", n).learns is source.kind]  # type: ignore[attr-defined]
         raise FedvlmError(
@@ -206,7 +224,7 @@ def diagnose(
 def outputs(federation: Federation, engine: Stacked, shared: Params, round: int) -> bytes:
     """Final logits and features on every test image, shared and personal view: later questions need no rerun."""
     kept: dict[str, list[torch.Tensor]] = defaultdict(list)
-    method, shared = engine.method, moved(shared, engine.device)
+    method, shared = engine.method.told(moved(shared, engine.device))
     for i in range(federation.scored):
         low, high = (int(b) for b in federation.data.bounds[i, 2:])
         me = np.array([i])
@@ -216,7 +234,7 @@ def outputs(federation: Federation, engine: Stacked, shared: Params, round: int)
         kept["item"].append(torch.from_numpy(federation.items[low:high]))
         views = {"shared": method.shared(shared)} if method.generalises else {}
         if method.personalises:
-            views["personal"] = method.local.adapt(method.model, own, lift(shared), engine.at(me, round))
+            views["personal"] = method.personal(own, shared, engine.at(me, round))
         for view, params in views.items():
             for part in x.split(method.adapter.block, dim=1):
                 kept[f"{view}.logits"].append(method.model.logits(params, part)[0].cpu())
@@ -267,9 +285,11 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, 
         took.append((trained - began, time.perf_counter() - trained))
     train, score = took[-1]
     share = asked / len(able)
-    seconds = (train * share * sizes[able].sum() + score * len(federation.data.x)) / few
-    wire = nbytes(method.initial)
-    return {"asked": asked, "down": asked * wire, "up": asked * (wire + method.extra), "seconds": float(seconds)}
+    open_to_all = sum(len(y) for half, (_, y) in federation.data.halves.items() if half in method.halves)
+    scored = len(federation.data.x) + open_to_all * (len(able) if method.personalises else 1)
+    seconds = (train * share * sizes[able].sum() + score * scored) / few
+    wire, down = nbytes(method.initial), nbytes(method.init(len(federation.names)).shared)
+    return {"asked": asked, "down": asked * down, "up": asked * (wire + method.extra), "seconds": float(seconds)}
 
 
 def runs_of(setup: Setup, pool: Pool) -> list[Setup]:

@@ -20,6 +20,7 @@ from fedvlm.config import resolve
 from fedvlm.core import FedvlmError, Params, lift
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import nearest
+from fedvlm.evaluate.protocols import OPEN
 from fedvlm.local.model import Model
 from fedvlm.method import Method
 from fedvlm.parts import find
@@ -89,6 +90,7 @@ def read(path: Path) -> Image.Image:
 def setup_of(info: dict[str, Any]):
     """The setup that a run folder records."""
     given = {k: v for k, v in info["given"].items() if k not in ("protocol", "seeds", "out", "jobs")}
+    given |= {"protocol": OPEN} if info["config"].get("protocol") == OPEN else {}
     return resolve(info["recipe"], given | {"seed": info["config"]["seed"], "unseen": info["config"]["unseen"]})
 
 
@@ -106,6 +108,7 @@ def from_run(run: Run, client: str = "") -> Predictor:
     phrases = [setup.config.template.replace("{}", c.replace("_", " ").lower()) for c in classes]
     text = backbone.texts(phrases) if backbone.dim else None
     task = Task(tuple(classes), text, backbone.dim, backbone.scale, towers(backbone, setup.adapter.needs))
+    task = task._replace(nouns=tuple(info["data"].get("nouns", ())))
     method = Method.build(setup.adapter, setup.local, setup.merge, task, setup.config.seed)
     names = info["clients"]
     if client and client not in names:
@@ -117,7 +120,8 @@ def from_run(run: Run, client: str = "") -> Predictor:
     own = lift(state.private)
     if client:
         own = private_row(run, method, names, client, round) or own
-    params = method.local.personal(own, lift(state.shared))
+    method, shared = method.told(state.shared)
+    params = method.met(own, method.local.personal(own, lift(shared)))
     return Predictor(backbone, method.model, {k: v[0] for k, v in params.items()}, client or "shared")
 
 
@@ -141,6 +145,7 @@ def export(run: Run, folder: Path, client: str = "") -> list[str]:
     about = {
         "adapter": axis,
         "classes": task.classes,
+        "nouns": task.nouns,
         "dim": task.dim,
         "scale": task.scale,
         "backbone": info["backbone"]["name"],
@@ -180,4 +185,5 @@ def load(folder: str | Path) -> Predictor:
     adapter = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     text = params.pop("task.text", None)
     task = Task(tuple(about["classes"]), text, about["dim"], about["scale"], towers(backbone, adapter.needs))
+    task = task._replace(nouns=tuple(about.get("nouns", ())))
     return Predictor(backbone, Model(adapter, task), params, about["whose"])

@@ -60,7 +60,16 @@ def random_task(classes: int = 5, dim: int = 16) -> Task:
 RAGGED = ((30, 6, 7), (8, 0, 3), (20, 5, 4), (1, 1, 1), (13, 2, 0), (0, 4, 4))
 # networks as small as they come: a contract is not about size
 TINY = {"resnet": {"depth": 10, "width": 2}, "unet": {"width": 2, "levels": 1}, "lstm": {"hidden": 3, "embed": 2}}
-TINY |= {name: {"context": 2} for name in ("prompt", "portfolio")}
+TINY |= {name: {"context": 2} for name in ("prompt", "portfolio", "lowrank", "outsiders")}
+TINY["outsiders"] |= {"count": 3}
+NOUNS = ("cloud", "anvil", "treaty", "moss")
+PATCHED = ("transported", "background", "gallop")  # they read patches
+TINY |= {name: {"context": 2} for name in (*PATCHED, "conditional", "lapt")}
+TINY["gallop"] |= {"wholes": 2, "details": 2, "nearest": 2}
+TINY["lapt"] |= {"count": 3}
+LAYERED = ("lora", "visual", "maple", "mma")  # they change layers of both towers
+TINY |= {"lora": {"rank": 2, "projections": ("q", "k", "v", "out")}, "visual": {"tokens": 2, "deep": True}}
+TINY |= {"maple": {"depth": 2}, "mma": {"size": 3}}
 
 
 @lru_cache
@@ -102,11 +111,51 @@ def tiny_reader():
     return TextTower.of(model.eval(), load("mini-clip").tokenizer).to(dtype=torch.float64)
 
 
+@lru_cache
+def tiny_clip(layers: int = 2):
+    """A whole CLIP with random weights, two layers a tower and four patches, in float64."""
+    from transformers import CLIPConfig, CLIPModel
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": layers, "num_attention_heads": 2}
+    text = size | {"max_position_embeddings": 16, "vocab_size": 49408, "bos_token_id": 49406, "eos_token_id": 49407}
+    draw = torch.Generator().manual_seed(9)
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        vision = size | {"hidden_size": 12, "image_size": 8, "patch_size": 4}
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).double()
+    for weight in model.parameters():  # new norms are ones and zeros, which hide mistakes
+        weight.data.add_(torch.randn(weight.shape, generator=draw, dtype=torch.float64) * 0.2)
+    return model.eval().requires_grad_(False)
+
+
+@lru_cache
+def tiny_pair():
+    from fedvlm.backbones import load
+    from fedvlm.backbones.text import TextTower
+    from fedvlm.backbones.vision import Both, VisionTop
+
+    return Both(VisionTop.of(tiny_clip()), TextTower.of(tiny_clip(), load("mini-clip").tokenizer))
+
+
+def layered(task: Task) -> tuple[Task, Data]:
+    """Activations of four patches and a class token, and the class names as the tiny towers read them."""
+    data, reader = random_data(task), tiny_pair().text
+    lift = torch.randn(5 * 12, task.dim, generator=torch.Generator().manual_seed(4))
+    text = reader.features(reader.phrases([f"a photo of a {name}" for name in task.classes]))[0]
+    return task._replace(tower=tiny_pair(), text=text), replace(data, x=(data.x.to(lift) @ lift.T).view(-1, 5, 12))
+
+
 def example(adapter: str) -> tuple[Task, Data]:
     """A task and ragged data of the kind this adapter learns from."""
     task = random_task()
-    if adapter in ("prompt", "portfolio"):
-        return task._replace(tower=tiny_reader()), random_data(task)
+    if adapter in ("prompt", "portfolio", "lowrank", "outsiders"):
+        return task._replace(tower=tiny_reader(), nouns=NOUNS), random_data(task)
+    if adapter in LAYERED:
+        return layered(task)
+    if adapter in ("conditional", "lapt"):
+        return task._replace(tower=tiny_reader(), nouns=NOUNS), random_data(task)
+    if adapter in PATCHED:
+        return task._replace(tower=tiny_reader()), patched(random_data(task))
     if adapter in ("resnet", "tower", "unet"):
         data = random_data(task, tuple(tuple(-(-n // 5) for n in cell) for cell in RAGGED))
         size = 16 if adapter == "resnet" else 8
@@ -119,6 +168,13 @@ def example(adapter: str) -> tuple[Task, Data]:
         before = torch.stack([(data.y + k) % len(task.classes) for k in range(6)], dim=1)
         return task, replace(data, x=before.to(torch.uint8))
     return task, random_data(task)
+
+
+def patched(data: Data) -> Data:
+    """Each embedding, and six patches around it, in halves as they are stored."""
+    noise = torch.randn(len(data.y), 7, data.x.shape[1], generator=torch.Generator().manual_seed(6))
+    noise[:, 0] = 0
+    return replace(data, x=F.normalize(data.x[:, None].to(noise) + 0.3 * noise, dim=-1).half())
 
 
 def random_data(task: Task, sizes=RAGGED) -> Data:

@@ -169,6 +169,10 @@ def test_a_run_says_how_well_it_tells_outsiders(name, images, strangers, tmp_pat
     loop = resolve(name, given | {"engine": "loopback"})
     again = train.train(loop, train.load_pool(loop), tmp_path / "loop").info["result"]["last"]
     assert again["detection"] == last["detection"]
+    many = resolve(name, given | {"engine": "stacked", "chunk": 3})
+    beside = train.train(many, train.load_pool(many), tmp_path / "many").info["result"]["last"]
+    for view, found in last["detection"].items():
+        assert beside["detection"][view] == pytest.approx(found, abs=0.05)
 
 
 def test_outsiders_that_are_not_there(images, tmp_path):

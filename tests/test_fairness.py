@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import random_data, random_task
+from conftest import TINY, example, random_data, random_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_contract import ABLE, build, close, play
@@ -325,19 +325,23 @@ def test_what_a_part_is_made_of_cannot_be_switched_off(given):
 
 
 @pytest.mark.parametrize("merge", parts.names("merge"))
-def test_what_a_merge_takes_it_heeds(merge):
+def test_what_a_merge_takes_it_heeds(merge, double):
     """cosine= and gaps= are recorded by every merge; weights= is refused where sizes have no say."""
-    task = random_task()
-    data, local = random_data(task), "scaffold" if merge == "scaffold" else "sgd"
+    adapter, local = (
+        {"transport": "outsiders", "text_server": "lora"}.get(merge, "head"),
+        "scaffold" if merge == "scaffold" else "sgd",
+    )
+    task, data = example(adapter)
     kind = parts.find("merge", merge)(cosine=True, gaps=True)
-    method = Method.build(parts.find("adapter", "head")(), parts.find("local", local)(batch=4), kind, task, 5)
+    shape = TINY.get(adapter, {}) | ({"towers": "image"} if merge == "text_server" else {})
+    method = Method.build(parts.find("adapter", adapter)(**shape), parts.find("local", local)(batch=4), kind, task, 5)
     state, engine = method.init(6), Stacked(method, data, 6)
     for round in (1, 2):
         cohort = Cohort(engine, np.arange(5), round, rounds=2)
         state = method.round(state, cohort)
     assert -1 <= cohort.notes["cosine"] <= 1 and set(cohort.notes["gaps"]) == set(range(5))
     assert cohort.notes["gap_variance"] >= 0
-    if merge in ("mean", "scaffold", "grace"):
+    if merge in ("mean", "scaffold", "grace", "classwise", "stages", "transport", "text_server"):
         resolve("scaffold" if merge == "scaffold" else "fedclip", {"merge": merge, "weights": "uniform"})
     else:
         with pytest.raises(FedvlmError, match="weights=size"):

@@ -5,6 +5,7 @@ a(h) = softmax(W₂ tanh(W₁ h + b₁) + b₂),  h* = a(h)·h / ‖a(h)·h‖, 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fedvlm.seeds import generator
 
 @dataclass(frozen=True)
 class Attention(Adapter):
+    opens: ClassVar[bool] = True
+
     def init(self, task: Task, seed: int) -> Params:
         task.names()
         draw, bound, d = generator(seed, 2), task.dim**-0.5, task.dim

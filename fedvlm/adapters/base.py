@@ -24,6 +24,8 @@ class Task(NamedTuple):
     dim: int
     scale: float  # the backbone's own logit scale
     tower: Any = None  # the backbone's own, image or text, where an adapter needs it
+    nouns: tuple[str, ...] = ()  # names far from every class, farthest first, where an adapter needs them
+    novel: Task | None = None  # classes that nobody trains on, where a protocol keeps some
 
     def names(self) -> Tensor:
         if self.text is None:
@@ -36,7 +38,8 @@ class Task(NamedTuple):
     def to(self, device: torch.device) -> Task:
         moved = None if self.text is None else self.text.to(device)
         tower = None if self.tower is None else copy.deepcopy(self.tower).to(device=device)
-        return self._replace(text=moved, tower=tower)
+        novel = None if self.novel is None else self.novel._replace(tower=None).to(device)._replace(tower=tower)
+        return self._replace(text=moved, tower=tower, novel=novel)
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,17 @@ class Adapter:
     heavy: ClassVar[bool] = False  # whether a GPU is worth it
     most: ClassVar[int] = 1024  # clients side by side
     needs: ClassVar[str] = ""  # "image tower", "text tower": what of the backbone itself it calls
+    pairs: ClassVar[bool] = False  # whether what is private has a shared twin, and `public` is written
+    reads_nouns: ClassVar[bool] = False  # whether it needs names of outsiders, and has a field `candidates`
     transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
     aligns: ClassVar[str] = "images"  # what an alignment compares: adapted image features, or class vectors ("classes")
     watches: ClassVar[tuple[str, ...]] = ()  # what `diagnose` tells, one number a client
+
+    @property
+    def opens(self) -> bool:
+        """Whether it can tell classes that nobody trained on, by their names: `logits` follows whatever task it is given,
+        and no parameter is a class's own. To be said by each adapter of which it is true."""
+        return False
 
     def init(self, task: Task, seed: int) -> Params:
         return {}
@@ -81,6 +92,14 @@ class Adapter:
     def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:
         """What is descended, one number a client, of what `training` gave: the place for a term of an adapter's own."""
         return self.learns.losses[objective](logits, batch)
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The same for each example, [clients, examples], for rules that weigh them."""
+        return self.learns.score(logits, y)[1]
+
+    def public(self, params: Params) -> Params:
+        """The same model with nothing private in it, as a newcomer has it: a private part that has a shared twin is that."""
+        return params
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """In training, logits and what an alignment compares (see `aligns`), for rules that look at both."""

@@ -1,6 +1,7 @@
 """Zero-shot: the frozen model as it is. Logits = scale · cos(image, class name)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -10,6 +11,8 @@ from fedvlm.core import Params
 
 @dataclass(frozen=True)
 class Nothing(Adapter):
+    opens: ClassVar[bool] = True
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * x @ task.names().mT
 

@@ -1,12 +1,13 @@
 """PromptFolio (Pan et al., 2024): a shared and a private context, their class features mixed like a portfolio.
 
-text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Both contexts start alike, so that a newcomer's own is
-the one nobody has trained.
+text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Both contexts start alike; a newcomer, who has no own,
+takes the shared one for both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +22,8 @@ class Portfolio(Prompt):
     private: tuple[str, ...] = ("own",)
     share: float = 0.4  # θ, of the private context
 
+    pairs: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise FedvlmError(f"share={self.share:g} must be between 0 and 1")
@@ -28,6 +31,9 @@ class Portfolio(Prompt):
     def init(self, task: Task, seed: int) -> Params:
         start = super().init(task, seed)["context"]
         return {"context": start, "own": start.clone()}
+
+    def public(self, params: Params) -> Params:
+        return params | {"own": params["context"]}
 
     def classes(self, task: Task, params: Params) -> Tensor:
         shared, own = (super(Portfolio, self).classes(task, {"context": params[k]}) for k in ("context", "own"))

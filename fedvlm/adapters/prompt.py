@@ -26,12 +26,19 @@ class Prompt(Adapter):
     position: Literal["end", "middle"] = "end"  # of the class name
     specific: bool = False  # a context for each class
     phrase: str = ""  # words to start from, in place of noise
+    precision: Literal["full", "half"] = (
+        "full"  # half: the frozen tower computes in bfloat16, what is learned stays float32
+    )
 
     needs: ClassVar[str] = "text tower"
     aligns: ClassVar[str] = "classes"
     heavy: ClassVar[bool] = True
     most: ClassVar[int] = 8
     block: ClassVar[int] = 1 << 16  # every prompt is read once for all examples
+
+    @property
+    def opens(self) -> bool:
+        return not self.specific
 
     def init(self, task: Task, seed: int) -> Params:
         tower = text_tower(task)
@@ -43,8 +50,11 @@ class Prompt(Adapter):
         return {"context": context}
 
     def classes(self, task: Task, params: Params) -> Tensor:
-        context = params["context"]
-        return text_tower(task).features(plan(text_tower(task), task.classes, context.shape[2], self.position), context)
+        tower, context = self.tower(task), params["context"]
+        return tower.features(plan(tower, task.classes, context.shape[2], self.position), context)
+
+    def tower(self, task: Task) -> TextTower:
+        return text_tower(task) if self.precision == "full" else halved(text_tower(task))
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * x @ self.classes(task, params).mT
@@ -58,6 +68,11 @@ def text_tower(task: Task) -> TextTower:
     if not isinstance(task.tower, TextTower):
         raise FedvlmError("prompts are read by a CLIP's text tower, and this backbone has none to give")
     return task.tower
+
+
+@lru_cache(maxsize=4)
+def halved(tower: TextTower) -> TextTower:
+    return tower.to(dtype=torch.bfloat16)
 
 
 @lru_cache(maxsize=32)

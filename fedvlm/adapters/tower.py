@@ -21,6 +21,7 @@ from fedvlm.core import FedvlmError, Params
 class Tower(Network):
     reads: ClassVar[str] = "pixels"
     needs: ClassVar[str] = "image tower"
+    opens: ClassVar[bool] = True
 
     def module(self, task: Task) -> nn.Module:
         if task.tower is None:

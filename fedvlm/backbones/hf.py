@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from fedvlm.backbones.base import Form
 from fedvlm.backbones.text import TextTower
+from fedvlm.backbones.vision import Both, VisionTop
 from fedvlm.core import FedvlmError
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -152,13 +153,51 @@ class Clip(Towers):
         return F.normalize(self.model.text_projection(pooled), dim=-1).cpu()
 
     def form(self, view: str) -> Form | None:
-        size = int(describe(self.folder).get("vision_config", {}).get("image_size", 224))
+        seen = describe(self.folder).get("vision_config", {})
+        size = int(seen.get("image_size", 224))
+        if view.startswith("hidden@"):
+            self.passed(view)
+            return Form((1 + (size // int(seen.get("patch_size", 32))) ** 2, int(seen.get("hidden_size", 768))))
+        if view == "patches":
+            return Form((1 + (size // int(seen.get("patch_size", 32))) ** 2, self.dim), "<f2")
         return {"embedding": Form((self.dim,)), "pixels": Form((3, size, size), "u1")}.get(view)
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
         """Pixels as CLIP crops them, 0 … 255: a quarter of the space, and the tower scales them itself."""
+        if view.startswith("hidden@"):
+            return self.hidden(images, self.passed(view))
+        if view == "patches":
+            return self.patches(images)
         found = self.processor(images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt")
         return found["pixel_values"].to(torch.uint8)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def patches(self, images: Sequence[Image.Image]) -> Tensor:
+        """Halves [images, 1 + patches, dim]: the embedding, then the last layer's patch tokens through the same norm and
+        projection, all L2-normalised. FedOTP's dense features; our reading is that they serve LoCoOp and GalLoP too, whose
+        code takes for a patch what the last layer would give if each token attended to itself alone."""
+        states = self.model.vision_model(pixel_values=self.pixels(images)).last_hidden_state
+        found = self.model.visual_projection(self.model.vision_model.post_layernorm(states))
+        return F.normalize(found, dim=-1).half().cpu()
+
+    def passed(self, view: str) -> int:
+        """How many layers of the image tower lie below the view hidden@k: k or, where k < 0, all but the last −k."""
+        layers, told = int(describe(self.folder).get("vision_config", {}).get("num_hidden_layers", 12)), view[7:]
+        if not told.removeprefix("-").isdecimal() or not -layers <= int(told) < layers:
+            raise FedvlmError(
+                f"{view}: the image tower of backbone={self.name} has {layers} layers, so k is a whole number from "
+                f"{-layers} to {layers - 1}; where an adapter trains the last layers, use layers=1 to {layers}, or 0 for all"
+            )
+        return int(told) % layers
+
+    @torch.no_grad()
+    def hidden(self, images: Sequence[Image.Image], layers: int) -> Tensor:
+        """Activations [images, 1 + patches, width] after so many layers; 0: what enters the first."""
+        vision = self.model.vision_model
+        x = vision.pre_layrnorm(vision.embeddings(self.pixels(images)))
+        for layer in vision.encoder.layers[:layers]:
+            x = layer(x, attention_mask=None)
+        return x.cpu()  # type: ignore[no-any-return]
 
     @cached_property
     def image_tower(self) -> nn.Module:
@@ -168,6 +207,11 @@ class Clip(Towers):
     @cached_property
     def text_tower(self) -> TextTower:
         return TextTower.of(_load(self.kind, self.folder), self.tokenizer)
+
+    @cached_property
+    def both_towers(self) -> Both:
+        model = _load(self.kind, self.folder)
+        return Both(VisionTop.of(model), TextTower.of(model, self.tokenizer))
 
 
 class ImageTower(nn.Module):

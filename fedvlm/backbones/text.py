@@ -13,6 +13,13 @@ so all of this is left out and nothing changes but rounding:
 - gradients of constants: the weights, and what words alone enter the first layer with, which is once for all clients.
 
 Clients lie side by side along the first axis; a client's result does not depend on its neighbours.
+
+Plain phrases need no context, and where only the last n layers are trained (low-rank changes, adapters), what lies below
+them is a constant to be computed once:
+
+    plan = tower.phrases(["a photo of a cat", …])
+    hidden = tower.below(plan, n)                    what enters the last n layers; keep it
+    text = tower.above(hidden, plan, lora, scale)    [clients, classes, dim], normalised
 """
 
 from __future__ import annotations
@@ -26,20 +33,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.core import FedvlmError
+from fedvlm.backbones.layers import (
+    Affine,
+    Beside,
+    Change,
+    Layer,
+    changes,
+    how_many,
+    layers_of,
+    moved,
+    plain,
+    shift,
+    split,
+)
+from fedvlm.core import FedvlmError, Params
 
-Affine = tuple[Tensor, Tensor]  # weight, bias
 CHUNK = 2048  # prompts at a time: 0.4 GB in the widest layer of ViT-B/16's tower for 25 tokens each
 SWITCH = {"cpu": 32, "cuda": 2048}  # tokens of padding that cost about what one more group does (measured)
-
-
-class Layer(NamedTuple):
-    norm1: Affine
-    qkv: Affine
-    out: Affine
-    norm2: Affine
-    fc1: Affine
-    fc2: Affine
 
 
 class Plan(NamedTuple):
@@ -49,6 +59,46 @@ class Plan(NamedTuple):
     ends: tuple[int, ...]  # where each prompt's end-of-text stands
     context: int  # context vectors in a prompt
     shared: int  # leading places that are the same for all classes where they share a context
+
+
+class Below(NamedTuple):
+    """What enters the last layers, of prompts without a learned context."""
+
+    prefix: Tensor  # [1, 1, shared places, width]
+    own: Tensor  # [1, classes, the other places, width]
+    layers: int  # how many are left
+
+
+class Tuning(NamedTuple):
+    """What is changed in the layers that run."""
+
+    changes: Sequence[Change] = ()  # by layer
+    beside: Beside | None = None
+    deep: Tensor | None = None  # [clients, depth, vectors, width]: in a prefix, the context at layers 1 … depth
+
+    def __bool__(self) -> bool:
+        return any(self.changes) or self.beside is not None or self.deep is not None
+
+    @property
+    def clients(self) -> int:
+        found = [len(part) for change in self.changes for pair in change.values() for part in pair]
+        return max([1, *found, *([] if self.deep is None else [len(self.deep)])])
+
+    def at(self, layer: int) -> Change:
+        return self.changes[layer] if self.changes else {}
+
+    def enter(self, layer: int, x: Tensor) -> Tensor:
+        if self.deep is None or not 1 <= layer <= self.deep.shape[1]:
+            return x
+        new = self.deep[:, layer - 1, None].to(x)
+        clients = max(len(x), len(new))
+        return torch.cat([part.expand(clients, -1, -1, -1) for part in (x[:, :, :1], new)], 2)
+
+    def leave(self, layer: int, x: Tensor, normed: Tensor) -> Tensor:
+        return x if self.beside is None else x + self.beside(layer, normed)
+
+
+PLAINLY = Tuning()
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,26 +117,10 @@ class TextTower:
     def of(cls, model: Any, tokenizer: Any) -> TextTower:
         """From a Hugging Face CLIPModel, sharing its weights (but for the fused query, key and value)."""
         text = model.text_model
-
-        def plain(*modules: Any) -> Affine:
-            weight, bias = ([getattr(m, part).detach() for m in modules] for part in ("weight", "bias"))
-            return (torch.cat(weight), torch.cat(bias)) if len(modules) > 1 else (weight[0], bias[0])
-
-        layers = tuple(
-            Layer(
-                plain(block.layer_norm1),
-                plain(block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj),
-                plain(block.self_attn.out_proj),
-                plain(block.layer_norm2),
-                plain(block.mlp.fc1),
-                plain(block.mlp.fc2),
-            )
-            for block in text.encoder.layers
-        )
         return cls(
             text.embeddings.token_embedding.weight.detach(),
             text.embeddings.position_embedding.weight.detach(),
-            layers,
+            layers_of(text.encoder),
             plain(text.final_layer_norm),
             model.text_projection.weight.detach(),
             text.config.num_attention_heads,
@@ -96,9 +130,6 @@ class TextTower:
         )
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TextTower:
-        def pair(affine: Affine) -> Affine:
-            return move(affine[0]), move(affine[1])
-
         def move(weight: Tensor) -> Tensor:
             return weight.to(dtype=dtype or weight.dtype, device=device)
 
@@ -106,10 +137,18 @@ class TextTower:
             self,
             token=move(self.token),
             position=move(self.position),
-            layers=tuple(Layer(*map(pair, layer)) for layer in self.layers),
-            norm=pair(self.norm),
+            layers=tuple(layer.to(dtype, device) for layer in self.layers),
+            norm=moved(self.norm, dtype, device),
             projection=move(self.projection),
         )
+
+    @property
+    def width(self) -> int:
+        return int(self.token.shape[1])
+
+    def last(self, layers: int) -> tuple[Layer, ...]:
+        """Its last so many layers; 0: all."""
+        return self.layers[-how_many(layers, len(self.layers), "text") :]
 
     def phrase(self, text: str) -> Tensor:
         """Context vectors to start from, [tokens, width]: the embeddings of, say, "a photo of a"."""
@@ -140,36 +179,119 @@ class TextTower:
         ids = torch.tensor([prompt + [end] * (max(ends) + 1 - len(prompt)) for prompt in prompts])
         return Plan(ids, ends, context, 1 + before)
 
-    def features(self, plan: Plan, context: Tensor, chunk: int = CHUNK) -> Tensor:
+    def phrases(self, texts: Sequence[str]) -> Plan:
+        """Whole phrases without a learned context, for features(plan), or below(plan, n) and above. One too long for the
+        tower loses its last tokens."""
+        prompts = self.tokenizer(list(texts), truncation=True, max_length=len(self.position))["input_ids"]
+        ends = tuple(len(prompt) - 1 for prompt in prompts)
+        shared = next((at for at in range(min(ends)) if len({prompt[at] for prompt in prompts}) > 1), min(ends))
+        ids = torch.tensor([prompt + prompt[-1:] * (max(ends) + 1 - len(prompt)) for prompt in prompts])
+        return Plan(ids, ends, 0, shared)
+
+    def features(
+        self,
+        plan: Plan,
+        context: Tensor | None = None,
+        chunk: int = CHUNK,
+        lora: Params | None = None,
+        scale: float = 1.0,
+        deep: Tensor | None = None,
+    ) -> Tensor:
         """Normalised text features [clients, classes, dim] of context [clients, 1 or classes, vectors, width], in the
         context's dtype. At most `chunk` prompts (clients × classes) are worked on at a time; training keeps what the
-        backward pass needs of them all (ViT-B/16, a thousand prompts: 3 GB with a shared context, 8 GB without)."""
+        backward pass needs of them all (ViT-B/16, a thousand prompts: 3 GB with a shared context, 8 GB without).
+
+        lora: low-rank changes of the last layers, named as in `layers.py` (`text.0.q.A`, …); other names are ignored.
+        deep [clients or 1, depth, vectors, width]: a shared context's vectors are new ones at layers 1 … depth too.
+        """
+        if context is None:
+            context = self.token.new_empty(1, 1, 0, self.token.shape[1], dtype=self._kind(lora))
         clients, kinds, vectors, _ = context.shape
         if vectors != plan.context or kinds not in (1, len(plan.ends)):
             raise ValueError(f"context {tuple(context.shape)} for {len(plan.ends)} prompts of {plan.context} vectors")
+        if deep is not None and (kinds > 1 or plan.shared != 1 + deep.shape[2] or vectors != deep.shape[2]):
+            raise ValueError(f"deep {tuple(deep.shape)} needs as many vectors shared by all classes, before the name")
+        how = Tuning(changes(lora, "text", len(self.layers), scale, self.token), None, deep)
         learned = context.to(self.token)
         shared = plan.shared if kinds == 1 else 1
-        past = self._prefix(self._embed(plan.ids[:1, :shared], 0, learned)) if shared > 1 else self._start
-        groups = _groups(plan.ends, clients, chunk, SWITCH.get(self.token.device.type, SWITCH["cuda"]))
+        first = shared > 1 or bool(how)
+        past = self._prefix(self._embed(plan.ids[:1, :shared], 0, learned), how) if first else self._start
+
+        def own(group: list[int], stop: int) -> Tensor:
+            return self._embed(plan.ids[group, shared:stop], shared, learned if kinds == 1 else learned[:, group])
+
+        return self._read(plan.ends, shared, past, own, max(clients, how.clients), chunk, how, context.dtype)
+
+    @torch.no_grad()
+    def below(self, plan: Plan, layers: int, chunk: int = CHUNK) -> Below:
+        """What enters the last `layers` layers (0: all) of plain phrases: a constant, for `above`."""
+        if plan.context:
+            raise ValueError("prompts with a learned context have nothing constant below; use features")
+        left, shared = how_many(layers, len(self.layers), "text"), plan.shared
+        frozen = self.layers[: len(self.layers) - left]
+        nothing = self.token.new_empty(1, 1, 0, self.token.shape[1])
+        before = [self._nothing(nothing)] * len(frozen)
+        prefix, past = self._through(self._embed(plan.ids[:1, :shared], 0, nothing), before, frozen)
+        parts = [self._embed(ids, shared, nothing) for ids in plan.ids[:, shared:].split(chunk)]
+        return Below(prefix, torch.cat([self._through(part, past, frozen)[0] for part in parts], 1), left)
+
+    def above(
+        self,
+        hidden: Below,
+        plan: Plan,
+        lora: Params | None = None,
+        scale: float = 1.0,
+        beside: Beside | None = None,
+        chunk: int = CHUNK,
+    ) -> Tensor:
+        """The rest of the way: normalised text features [clients, classes, dim], in the low-rank changes' dtype."""
+        how = Tuning(changes(lora, "text", hidden.layers, scale, self.token), beside)
+        past = self._prefix(hidden.prefix, how, hidden.layers)
+
+        def own(group: list[int], stop: int) -> Tensor:
+            return hidden.own[:, group, : stop - plan.shared]
+
+        return self._read(plan.ends, plan.shared, past, own, how.clients, chunk, how, self._kind(lora))
+
+    def _kind(self, lora: Params | None) -> torch.dtype:
+        return next((v.dtype for v in (lora or {}).values()), self.token.dtype)
+
+    def _read(
+        self,
+        ends: Sequence[int],
+        shared: int,
+        past: list[Tensor],
+        own: Callable[[list[int], int], Tensor],
+        clients: int,
+        chunk: int,
+        how: Tuning,
+        kind: torch.dtype,
+    ) -> Tensor:
+        """All prompts behind their common prefix, a group at a time: own(group, stop) is what enters, from the prefix on,
+        of these classes up to that place."""
+        groups = _groups(ends, clients, chunk, SWITCH.get(self.token.device.type, SWITCH["cuda"]))
         states = []
         for group in groups:
-            ends = torch.tensor([plan.ends[c] for c in group])
-            ids = plan.ids[group, shared : int(ends.max()) + 1]
-            own = self._embed(ids, shared, learned if kinds == 1 else learned[:, group])
-            states.append(self._run(own, past, ends - shared)[1])
+            last = torch.tensor([ends[c] for c in group])
+            entering = own(group, int(last.max()) + 1)
+            states.append(self._run(entering, past, last - shared, how._replace(deep=None))[1])
         back = torch.tensor([c for group in groups for c in group]).argsort()
-        pooled = torch.cat(states, 1)[:, back.to(learned.device)]
+        pooled = torch.cat(states, 1)[:, back.to(self.token.device)]
         projected = F.linear(self._norm(pooled, self.norm), self.projection)
-        return F.normalize(projected.to(context), dim=-1)
+        return F.normalize(projected.to(kind), dim=-1)
 
     @cached_property
     def _start(self) -> list[Tensor]:
         """What [start] leaves behind in each layer: a constant."""
         return self._prefix((self.token[self.tokenizer.bos_token_id] + self.position[0])[None, None, None])
 
-    def _prefix(self, x: Tensor) -> list[Tensor]:
-        nothing = x.new_empty(1, 1, 2, self.heads, 0, x.shape[-1] // self.heads)
-        return self._run(x, [nothing] * len(self.layers), torch.tensor([x.shape[2] - 1]))[0]
+    def _prefix(self, x: Tensor, how: Tuning = PLAINLY, layers: int = 0) -> list[Tensor]:
+        past = [self._nothing(x)] * (layers or len(self.layers))
+        return self._run(x, past, torch.tensor([x.shape[2] - 1]), how)[0]
+
+    def _nothing(self, x: Tensor) -> Tensor:
+        """What stands before the first place, in any layer."""
+        return x.new_empty(1, 1, 2, self.heads, 0, x.shape[-1] // self.heads)
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
@@ -189,34 +311,56 @@ class TextTower:
         learned = context.flatten(1, 2).index_select(1, at.flatten().to(device)).unflatten(1, ids.shape)
         return torch.where((slots >= 0)[..., None].to(device), learned, words) + places
 
-    def _run(self, x: Tensor, past: list[Tensor], ends: Tensor) -> tuple[list[Tensor], Tensor]:
-        """x [clients, classes, places, width] through all layers, seeing `past`: by layer, the keys and values of what
-        stands before it. Returns x's own keys and values, and the last layer's state at `ends` alone."""
-        width, places, before = x.shape[-1], x.shape[2], past[0].shape[-2]
-        seen = torch.ones(places, before + places, dtype=torch.bool).tril(before)
-        everywhere, kept = seen.to(x.device), []
-        for layer, old in zip(self.layers[:-1], past, strict=False):
-            query, both = F.linear(self._norm(x, layer.norm1), *layer.qkv).split([width, 2 * width], -1)
-            kept.append(self._split(both, 2))
-            x = self._block(layer, x, query, old, kept[-1], everywhere)
-        layer = self.layers[-1]
+    def _through(
+        self, x: Tensor, past: Sequence[Tensor], layers: Sequence[Layer], how: Tuning = PLAINLY
+    ) -> tuple[Tensor, list[Tensor]]:
+        """x [clients, classes, places, width] after these layers, seeing `past`: by layer, the keys and values of what
+        stands before it. Returns x's own keys and values, too."""
+        seen, kept = self._seen(x, past).to(x.device) if layers else x, []
+        for i, (layer, old) in enumerate(zip(layers, past, strict=False)):
+            x, change = how.enter(i, x), how.at(i)
+            normed = self._norm(x, layer.norm1)
+            query, both = F.linear(normed, *layer.qkv).split([x.shape[-1], 2 * x.shape[-1]], -1)
+            kept.append(split(shift(both, normed, change, "k", "v"), 2, self.heads))
+            x = self._block(layer, x, shift(query, normed, change, "q"), old, kept[-1], seen, change)
+            x = how.leave(i, x, normed)
+        return x, kept
+
+    def _run(
+        self, x: Tensor, past: Sequence[Tensor], ends: Tensor, how: Tuning = PLAINLY
+    ) -> tuple[list[Tensor], Tensor]:
+        """x through the last layers, as many as there is `past` of. Returns x's own keys and values, and the last layer's
+        state at `ends` alone."""
+        width, i = x.shape[-1], len(past) - 1
+        layers = self.layers[-len(past) :]
+        x, kept = self._through(x, past, layers[:-1], how)
+        x, layer, change = how.enter(i, x), layers[-1], how.at(i)
         (weight, bias), normed = layer.qkv, self._norm(x, layer.norm1)
-        kept.append(self._split(F.linear(normed, weight[width:], bias[width:]), 2))
+        kept.append(
+            split(shift(F.linear(normed, weight[width:], bias[width:]), normed, change, "k", "v"), 2, self.heads)
+        )
         at, to = torch.arange(len(ends), device=x.device), ends.to(x.device)
-        query = F.linear(normed[:, at, to][:, :, None], weight[:width], bias[:width])
-        only = seen[ends].to(x.device)[:, None, None].repeat(max(len(x), len(past[-1])), 1, 1, 1)
-        return kept, self._block(layer, x[:, at, to][:, :, None], query, past[-1], kept[-1], only)[:, :, 0]
+        asking = normed[:, at, to][:, :, None]
+        query = shift(F.linear(asking, weight[:width], bias[:width]), asking, change, "q")
+        clients = max(len(query), len(kept[-1]), len(past[-1]))
+        only = self._seen(x, past)[ends].to(x.device)[:, None, None].repeat(clients, 1, 1, 1)
+        state = self._block(layer, x[:, at, to][:, :, None], query, past[-1], kept[-1], only, change)
+        return kept, how.leave(i, state, asking)[:, :, 0]
 
-    def _split(self, x: Tensor, parts: int) -> Tensor:
-        """[clients, classes, places, parts × width] as [clients, classes, parts, heads, places, size of a head]."""
-        return x.unflatten(-1, (parts, self.heads, -1)).permute(0, 1, 3, 4, 2, 5)
+    def _seen(self, x: Tensor, past: Sequence[Tensor]) -> Tensor:
+        """Each place sees itself and what stands before it."""
+        places, before = x.shape[2], past[0].shape[-2]
+        return torch.ones(places, before + places, dtype=torch.bool).tril(before)
 
-    def _block(self, layer: Layer, x: Tensor, query: Tensor, old: Tensor, new: Tensor, seen: Tensor) -> Tensor:
-        rows = (max(len(old), len(new)), new.shape[1])  # what all clients (or classes) have in common stands once
+    def _block(
+        self, layer: Layer, x: Tensor, query: Tensor, old: Tensor, new: Tensor, seen: Tensor, change: Change
+    ) -> Tensor:
+        rows = (max(len(old), len(new), len(query)), new.shape[1])  # what all clients (or classes) share stands once
         both = torch.cat([part.expand(*rows, *part.shape[2:]) for part in (old, new)], -2).flatten(0, 1)
-        asked = self._split(query, 1)[:, :, 0].expand(*rows, -1, -1, -1).flatten(0, 1)
+        asked = split(query, 1, self.heads)[:, :, 0].expand(*rows, -1, -1, -1).flatten(0, 1)
         mixed = F.scaled_dot_product_attention(asked, both[:, 0], both[:, 1], attn_mask=seen)
-        x = x + F.linear(mixed.transpose(1, 2).flatten(2).unflatten(0, rows), *layer.out)
+        mixed = mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
+        x = x + shift(F.linear(mixed, *layer.out), mixed, change, "out")
         return x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)
 
 

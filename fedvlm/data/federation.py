@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -11,16 +12,22 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Task
 from fedvlm.backbones.base import Backbone, towers
-from fedvlm.core import SPLITS, Data, FedvlmError
+from fedvlm.backbones.text import TextTower
+from fedvlm.core import SPLITS, Data, FedvlmError, Halves
 from fedvlm.data import partition as who
+from fedvlm.data.nouns import nouns, outsiders
 from fedvlm.data.source import ALONE, Source, digest
-from fedvlm.data.store import Progress, class_names, features, fingerprint
+from fedvlm.data.store import Progress, class_names, features, fingerprint, texts
 from fedvlm.data.text import ALPHABET
 from fedvlm.errors import nearest
 from fedvlm.seeds import key
 from fedvlm.tasks import CHARACTERS, CLASSES, MASKS
 
-Partition = Literal["auto", "domain", "iid", "dirichlet", "pathological", "domain-iid", "domain-dirichlet", "pooled"]
+FARTHEST = 1000  # nouns that are kept as names for outsiders
+
+Partition = Literal[
+    "auto", "domain", "iid", "dirichlet", "disjoint", "pathological", "domain-iid", "domain-dirichlet", "pooled"
+]
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,29 @@ def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) ->
     return replace(pool, outside=x[good], fingerprint=mark, skipped=pool.skipped | told)
 
 
+def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, progress: Progress | None) -> Pool:
+    """The same, and names far from every class (of so many candidates; 0 is all)."""
+    known = nouns()
+    if candidates < 0:
+        raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
+    if candidates:
+        known = [known[k * len(known) // candidates] for k in range(min(candidates, len(known)))]
+    found = texts(backbone, known, partial(_in_words, pool.task.tower, template), f"noun {template} ", progress)
+    assert found is not None
+    far = outsiders(found @ pool.task.names().T, min(FARTHEST, len(known)))
+    return replace(pool, task=pool.task._replace(nouns=tuple(known[k] for k in far.tolist())))
+
+
+def _in_words(tower: TextTower, template: str, names: list[str]) -> Tensor:
+    """Embeddings of phrases; what stands before the name is read once for all of them, a third of the time in all."""
+    before, after = template.split("{}", 1)
+    context = tower.phrase(before.strip())[None, None]
+    with torch.no_grad():
+        if not context.shape[2]:
+            raise FedvlmError(f"template='{template}': names of outsiders need words before the name")
+        return tower.features(tower.plan(names, context.shape[2], ending=after.strip()), context)[0]
+
+
 def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:
     """The same, and so many corrupted versions of each image."""
     if not 1 <= versions <= 75:
@@ -129,6 +159,23 @@ def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, p
     found = [features(pool.source, backbone, "refuse", progress, view, v)[0] for v in range(versions)]
     mark = fingerprint([digest(pool.fingerprint.encode())], [f"corrupt={versions}"])
     return replace(pool, corrupted=torch.stack(found, dim=1), fingerprint=mark)
+
+
+def halved(pool: Pool) -> Pool:
+    """The same, with the second half of the classes, as they are listed, kept from everybody; of 101, 50 are trained on
+    (FedDTL's counts)."""
+    whole = pool.task
+    half = len(whole.classes) // 2
+    if half < 2:
+        raise FedvlmError(
+            f"protocol=base-to-novel halves the classes and needs four or more, and data={pool.source.name} has "
+            f"{len(whole.classes)}: {', '.join(whole.classes)}"
+        )
+    base, novel = (
+        whole._replace(classes=whole.classes[part], text=None if whole.text is None else whole.text[part])
+        for part in (slice(half), slice(half, None))
+    )
+    return replace(pool, task=base._replace(novel=novel))
 
 
 def pool_of_text(source: Source) -> Pool:
@@ -141,18 +188,21 @@ def pool_of_text(source: Source) -> Pool:
 
 def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     items = pool.source.items
-    classes = {c: k for k, c in enumerate(pool.task.classes)}
+    novel = pool.task.novel.classes if pool.task.novel else ()
+    classes = {c: k for k, c in enumerate((*pool.task.classes, *novel))}
     y = np.array([classes[i.label] for i in items])
     domains = [i.domain for i in items]
     if len(layout.split) != 3 or min(layout.split) < 0 or layout.split[0] <= 0:
         raise FedvlmError(f"split={layout.split} must be three shares, train above 0, such as 60,20,20")
     strata = domains if pool.source.kind is CHARACTERS else [i.label for i in items]  # a block holds many characters
     part = who.split(strata, domains, [i.group for i in items], seed, layout.split)
-    owner, names, homes = _hold(layout, y, part, domains, seed)
-    keep = who.few_shot(y, owner, part, layout.shots, seed)
-    order = np.lexsort((np.arange(len(y)), part, owner))
+    base = np.flatnonzero(y < len(pool.task.classes))  # of the rest nobody holds anything
+    owner, names, homes = _hold(layout, y[base], part[base], [domains[i] for i in base], seed)
+    keep = who.few_shot(y[base], owner, part[base], layout.shots, seed)
+    order = np.lexsort((base, part[base], owner))
     order = order[keep[order]]
-    cells = np.bincount(owner[order] * 3 + part[order], minlength=3 * len(names)).reshape(-1, 3)
+    cells = np.bincount(owner[order] * 3 + part[base][order], minlength=3 * len(names)).reshape(-1, 3)
+    order = base[order]
     ends = np.cumsum(cells.sum(1))
     bounds = np.concatenate([(ends - cells.sum(1))[:, None], (ends - cells.sum(1))[:, None] + np.cumsum(cells, 1)], 1)
     rows = torch.from_numpy(order)
@@ -160,6 +210,8 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed, outside=pool.outside)
     if pool.corrupted is not None:
         data = replace(data, corrupted=pool.corrupted[rows])
+    if pool.task.novel:
+        data = replace(data, halves=_halves(pool, y, part))
     unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
@@ -170,6 +222,20 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     if not len(federation.seen):
         raise FedvlmError("nobody is left to train: every client is held out or has no training image")
     return _together(federation) if layout.partition == "pooled" else federation
+
+
+def _halves(pool: Pool, y: np.ndarray, part: np.ndarray) -> Halves:
+    """The test examples of all base and of all novel classes, each numbered from 0."""
+    base, test = len(pool.task.classes), part == SPLITS.index("test")
+    found: Halves = {}
+    for half, where, first in (("base", test & (y < base), 0), ("novel", test & (y >= base), base)):
+        if not where.any():
+            raise FedvlmError(
+                f"protocol=base-to-novel: there is no test image of a {half} class; give split= a larger third share, "
+                "such as 60,20,20"
+            )
+        found[half] = pool.x[torch.from_numpy(np.flatnonzero(where))], torch.from_numpy(y[where] - first)
+    return found
 
 
 def _together(federation: Federation) -> Federation:
@@ -203,6 +269,11 @@ def _hold(
         raise FedvlmError(
             f"partition={kind} needs domain/class/image, and this data has no domains; use partition=dirichlet"
         )
+    if kind == "disjoint" and layout.per_client:
+        raise FedvlmError(
+            f"per_client={layout.per_client}: partition=disjoint deals each class to one client; classes overlap with "
+            "partition=pathological"
+        )
     if layout.clients < 1:
         raise FedvlmError(f"clients={layout.clients} must be at least 1")
     place = np.array([known.index(d) for d in domains])
@@ -220,6 +291,7 @@ def _hold(
     deal = {
         "iid": lambda: who.iid(y, part, layout.clients, seed),
         "dirichlet": lambda: who.dirichlet(y, part, layout.clients, seed, layout.alpha),
+        "disjoint": lambda: who.pathological(y, part, layout.clients, seed),
         "pathological": lambda: who.pathological(y, part, layout.clients, seed, layout.per_client),
     }
     width = len(str(layout.clients - 1))

@@ -85,8 +85,8 @@ def pathological(labels: np.ndarray, part: np.ndarray, clients: int, seed: int, 
     if not per_client:
         if clients > classes:
             raise FedvlmError(
-                f"partition=pathological deals {classes} classes to clients={clients}: somebody would have none; "
-                "lower clients=, or let classes overlap with per_client=2"
+                f"this partition deals {classes} classes to clients={clients}: somebody would have none; "
+                "lower clients=, or let classes overlap with partition=pathological per_client=2"
             )
         shares[order, np.arange(classes) % clients] = 1.0
     else:

@@ -32,6 +32,7 @@ from fedvlm.data.source import Source, decode, digest
 from fedvlm.errors import nearest
 
 BATCH = 64
+PHRASES = 256
 SEGMENT, LARGE = 2048, 64 << 20  # rows, bytes: a crash loses at most this much
 
 Progress = Callable[[int, int], None]
@@ -171,14 +172,30 @@ def corrupted(key: bytes, version: int) -> tuple[bytes, Callable[[Image.Image], 
 
 def class_names(backbone: Backbone, phrases: list[str]) -> Tensor | None:
     """The phrases' embeddings [phrases, dim], kept like images' are; None without a text tower."""
+    return texts(backbone, phrases, backbone.texts)
+
+
+def texts(
+    backbone: Backbone,
+    phrases: list[str],
+    encode: Callable[[list[str]], Tensor | None],
+    how: str = "",
+    progress: Progress | None = None,
+) -> Tensor | None:
+    """The same by an encoder of one's own; `how` keeps its rows apart, whose last bits may differ."""
     view = open_view(backbone, "text")
-    keys = {p: digest(p.encode()) for p in phrases}
+    keys = {p: digest((how + p).encode()) for p in phrases}
     missing = [p for p, key in keys.items() if view.get(key) is None]
-    if missing:
-        fresh = backbone.texts(missing)
-        if fresh is None:
+    if len(missing) > PHRASES:
+        missing.sort(key=len)  # about equal lengths together: a batch is as long as its longest
+    for first in range(0, len(missing), SEGMENT):
+        segment = missing[first : first + SEGMENT]
+        fresh = [encode(segment[k : k + PHRASES]) for k in range(0, len(segment), PHRASES)]
+        if fresh[0] is None:
             return None
-        view.put([keys[p] for p in missing], fresh.numpy())
+        view.put([keys[p] for p in segment], np.concatenate([f.numpy() for f in fresh if f is not None]))
+        if progress:
+            progress(first + len(segment), len(missing))
     rows = [row for p in phrases if (row := view.get(keys[p])) is not None]
     return torch.from_numpy(np.stack(rows))
 

@@ -89,18 +89,20 @@ class Loopback:
         """What a client may answer: anything else is refused."""
         kind = torch.get_default_dtype()
         if step == "train":
-            shared = {k: ((1, *v.shape), v.dtype) for k, v in down.items()}
+            shared = {k: ((1, *v.shape), v.dtype) for k, v in self.method.local.trained(down).items()}
             return shared | {k: ((1, *shape), kind) for k, shape in self.method.sends.items()}
         if step == "gauge":
             return {"val": ((1,), kind)}
+        if step.startswith("open."):
+            return {half: ((1, len(task.classes)), kind) for half, task in self.method.halves.items()}
         if step == "detect":
-            return {k: ((1,), kind) for k in self.method.detects}
+            return dict.fromkeys(self.method.detects, ((1,), kind))
         if step == "score":
             views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
             names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
             bent = [f"{v}.corrupted" for v in views] if self.bent else []
-            return {k: ((1, 3), kind) for k in names} | {k: ((1,), kind) for k in bent}
-        return {k: ((1,), kind) for k in self.method.adapter.watches}
+            return dict.fromkeys(names, ((1, 3), kind)) | dict.fromkeys(bent, ((1,), kind))
+        return dict.fromkeys(self.method.adapter.watches, ((1,), kind))
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -119,15 +121,19 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
         "method": setup.recipe.path or setup.recipe.name,
         "given": {k: str(v) for k, v in setup.given.items()},
         "classes": task.classes,
+        "nouns": task.nouns,
         "dim": task.dim,
         "scale": task.scale,
         "backbone": setup.config.backbone,
         "seed": data.seed,
         "rounds": data.rounds,
         "threads": max(1, setup.config.threads),
+        "novel": task.novel.classes if task.novel else (),
     }
     (folder / "client.json").write_text(json.dumps(about))
     public = {"text": task.text, "outside": data.outside}
+    public |= {"novel": task.novel.text} if task.novel else {}
+    public |= {f"{half}.{k}": v for half, both in data.halves.items() for k, v in zip("xy", both, strict=True)}
     save_file({k: v.contiguous() for k, v in public.items() if v is not None}, folder / "public.safetensors")
     own = {"x": data.x[low:high].contiguous(), "y": data.y[low:high].contiguous()}
     own |= {} if data.corrupted is None else {"corrupted": data.corrupted[low:high].contiguous()}

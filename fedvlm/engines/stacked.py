@@ -34,7 +34,8 @@ class Stacked:
         self.warn, self.device = warn, torch.device(device)
         if device != "cpu":
             more = {k: v.to(device) for k in ("outside", "corrupted") if (v := getattr(data, k)) is not None}
-            data = replace(data, x=data.x.to(device), y=data.y.to(device), **more)
+            halves = {k: (x.to(device), y.to(device)) for k, (x, y) in data.halves.items()}
+            data = replace(data, x=data.x.to(device), y=data.y.to(device), halves=halves, **more)
             new, start = (moved(p, self.device) for p in (method.newcomer, method.initial))
             method = replace(method, task=method.task.to(self.device), newcomer=new, initial=start)
         self.method, self.data = method, data
@@ -58,16 +59,26 @@ class Stacked:
                 part, own, up = part[good], {k: v[keep] for k, v in own.items()}, {k: v[keep] for k, v in up.items()}
             if step == "train":
                 self.rows.write(part, own, round)
-            if len(part):
+            if any(-1 in shape for shape in self.method.sends.values()) and step == "train":
+                yield from one_by_one(part, up, self.method.sends)
+            elif len(part):
                 yield part, up
 
     def at(self, ids: np.ndarray, round: int) -> Data:
         """These clients' data at this moment of the run."""
         d = self.data
-        return Data(d.x, d.y, d.bounds[ids], d.ids[ids], d.seed, round, d.rounds, d.outside, d.corrupted)
+        return replace(d, bounds=d.bounds[ids], ids=d.ids[ids], round=round)
 
     def close(self) -> None:
         self.rows.flush()
+
+
+def one_by_one(ids: np.ndarray, up: Params, sends: dict[str, tuple[int, ...]]) -> Iterator[tuple[np.ndarray, Params]]:
+    """Replies that have a length of their own, without the padding that lay between clients: labels below 0."""
+    loose = [k for k, shape in sends.items() if -1 in shape]
+    for at, i in enumerate(ids):
+        real = up["labels"][at] >= 0
+        yield np.array([i]), {k: v[at, real][None] if k in loose else v[at : at + 1] for k, v in up.items()}
 
 
 def moved(params: Params, device: torch.device) -> Params:

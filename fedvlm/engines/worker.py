@@ -42,11 +42,16 @@ class Client:
         public, own = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
         setup = resolve(about["method"], about["given"])
         tower = towers(backbones.load(about["backbone"]), setup.adapter.needs) if setup.adapter.needs else None
-        task = Task(tuple(about["classes"]), public.get("text"), about["dim"], about["scale"], tower)
+        task = Task(
+            tuple(about["classes"]), public.get("text"), about["dim"], about["scale"], tower, tuple(about["nouns"])
+        )
+        if about["novel"]:
+            task = task._replace(novel=task._replace(classes=tuple(about["novel"]), text=public.get("novel")))
         method = Method.build(setup.adapter, setup.local, setup.merge, task, about["seed"])
         ids, bounds = np.array([about["id"]]), np.array([about["bounds"]])
         moment = (about["seed"], 0, about["rounds"])
-        data = Data(own["x"], own["y"], bounds, ids, *moment, public.get("outside"), own.get("corrupted"))
+        halves = {k: (public[f"{k}.x"], public[f"{k}.y"]) for k in ("base", "novel") if f"{k}.x" in public}
+        data = Data(own["x"], own["y"], bounds, ids, *moment, public.get("outside"), own.get("corrupted"), halves)
         self.engine = Stacked(method, data, 1, folder / "rows.bin", self._warn)
         self.why = ""
 

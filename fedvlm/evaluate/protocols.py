@@ -1,7 +1,8 @@
 """Leave-one-domain-out (FedOT §5.1): a[i][j] is the accuracy on domain j of the run that held domain i out.
 
 G is the mean of the diagonal (the shared model on a domain nobody trained on), P of the rest (personal models), C of all.
-A single run is one row of that matrix, and its G, P and C are read off alike.
+A single run is one row of that matrix, and its G, P and C are read off alike. Of a base-to-novel run, the four measures
+are taken as recorded.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody (evaluate/novel.py)
+MEASURES = ("local", "base", "novel", "hm")  # its measures
 Entry = tuple[float, bool]  # test accuracy (NaN where there is no such model), and whether nobody trained on it
 
 
@@ -50,14 +53,28 @@ def summary(rows: list[dict[str, Entry]]) -> dict[str, float | None]:
     return {k: float(np.mean(v)) if v and not np.isnan(v).any() else None for k, v in kinds.items()}
 
 
+def opened(info: dict[str, Any]) -> bool:
+    """Whether a run kept classes from everybody."""
+    return info["config"].get("protocol") == OPEN
+
+
+def measured(infos: list[dict[str, Any]], select: str = "last") -> dict[str, float | None]:
+    """local, base, novel, hm as means over runs that recorded them; nothing where one did not."""
+    records = [i["result"][select] for i in infos]
+    if not all(m in r for m in MEASURES for r in records):
+        return {}
+    found = {m: [r[m] for r in records] for m in MEASURES}
+    return {m: None if None in v else float(np.mean(v)) for m, v in found.items()}
+
+
 def by_seed(infos: list[dict[str, Any]], select: str = "last") -> dict[int, dict[str, float | None]]:
-    """G, P, C for each seed that was run on every target."""
+    """G, P, C (and of base-to-novel its measures) for each seed that was run on every target."""
     seeds: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for info in infos:
         seeds[info["config"]["seed"]][target(info)] = info
     targets = {target(i) for i in infos}
     return {
-        s: summary([row(i, select) for i in runs.values()])
+        s: summary([row(i, select) for i in runs.values()]) | measured(list(runs.values()), select)
         for s, runs in sorted(seeds.items())
         if runs.keys() == targets
     }

@@ -3,7 +3,6 @@ newcomer (the shared model on clients that nobody trained on). Accuracies are me
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from fedvlm.core import SPLITS, Cohort, Params
 from fedvlm.data.federation import Federation
 from fedvlm.evaluate.detection import MEASURES, SCORES
+from fedvlm.evaluate.novel import base_to_novel
 from fedvlm.method import Method
 
 FIRST = next(iter(SCORES))  # MCM
@@ -40,6 +40,8 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
                     record[view]["corrupted"] = number(float(np.nanmean(bent.double().numpy()[pick] / count[pick, 2])))
     if federation.data.outside is not None:
         record |= detection(method, federation, cohort, shared)
+    if federation.data.halves:
+        record |= base_to_novel(method, federation, cohort, shared)
     if len(ids) <= EACH:
         record["clients"] = one_by_one(scores, [federation.names[i] for i in ids], unseen)
     bent = record.get("personal", {}).get("corrupted")
@@ -50,7 +52,7 @@ def detection(method: Method, federation: Federation, cohort: Cohort, shared: Pa
     """By view, as means over the clients that have test examples: the measures of the first score under their own names,
     those of the others as score.measure. At the top, those of the clients' own models."""
     tested = np.flatnonzero(federation.data.counts("test")[: federation.scored] > 0)
-    ids, up = replace(cohort, ids=tested, notes={}).ask("detect", shared)
+    ids, up = cohort.ask_some(tested, "detect", shared)
     unseen, found = np.isin(ids, federation.unseen), {}
     for view, who in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
         source = "personal" if view == "personal" and method.personalises else "shared"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params, index, tracked
+from fedvlm.core import Batch, Data, Params, tracked
 
 Loss = Callable[[Params, Batch], Tensor]  # one number a client
 FOLLOW = 0.1  # of the way from a running statistic to a batch's, each step: batch norm's usual momentum
@@ -39,8 +39,9 @@ class Pace:
 
 
 @torch.no_grad()
-def descend(pace: Pace, params: Params, data: Data, slopes: Slopes) -> Tensor:
-    """Trains `params` [clients, ...] in place for the round's epochs; the mean training loss of each client."""
+def descend(pace: Pace, params: Params, data: Data, slopes: Slopes, updates: int = 1) -> Tensor:
+    """Trains `params` [clients, ...] in place for the round's epochs, so many updates a batch; the mean training loss of
+    each client."""
     total = torch.zeros(len(data), dtype=data.kind, device=data.x.device)
     steps = np.ceil(data.counts("train") / pace.batch) * pace.epochs
     if not params:
@@ -51,9 +52,10 @@ def descend(pace: Pace, params: Params, data: Data, slopes: Slopes) -> Tensor:
         if len(batch.y) != active:
             active = len(batch.y)
             now = {k: v[:active] for k, v in params.items()}
-        each, found = slopes(now, batch)
-        walk.step(active, found, rate)
-        total[:active] += each
+        for _ in range(updates):
+            each, found = slopes(now, batch)
+            walk.step(active, found, rate)
+            total[:active] += each / updates
     return total / data.here(np.maximum(steps, 1)).to(total.dtype)
 
 
@@ -62,10 +64,9 @@ def by_autograd(loss: Loss) -> Slopes:
 
     @torch.enable_grad()
     def slopes(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        leaves = {k: v.detach().requires_grad_() for k, v in now.items() if not index(k)}
-        each = loss(now | leaves, batch)
-        found = iter(torch.autograd.grad(each, list(leaves.values()), torch.ones_like(each)))
-        return each.detach(), [next(found) if k in leaves else torch.zeros_like(v) for k, v in now.items()]
+        leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
+        each = loss(leaves, batch)
+        return each.detach(), torch.autograd.grad(each, list(leaves.values()), torch.ones_like(each))
 
     return slopes
 

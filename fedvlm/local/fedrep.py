@@ -6,8 +6,6 @@ trains the private part while federating: private_epochs=0.
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from fedvlm.core import Data, Params, only
 from fedvlm.local.descent import descend
 from fedvlm.local.model import Model
@@ -18,9 +16,10 @@ from fedvlm.local.sgd import Sgd
 class FedRep(Sgd):
     private_epochs: int = 1  # on the private part, before `epochs` on the shared one
 
-    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Tensor:
-        shared, private = only(params, down), {k: v for k, v in params.items() if k not in down}
+    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Params:
+        names = self.trained(down)
+        shared, private = only(params, names), {k: v for k, v in params.items() if k not in names}
         if self.private_epochs and private:
             first = replace(self, epochs=self.private_epochs)
             descend(first, private, data, model.slopes(self.objective, held=shared))
-        return descend(self, shared, data, model.slopes(self.objective, held=private))
+        return {"loss": descend(self, shared, data, model.slopes(self.objective, held=private))}

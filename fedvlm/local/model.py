@@ -24,6 +24,10 @@ class Model:
         """In training, one number a client."""
         return self.adapter.loss(objective, self.adapter.training(self.task, params, batch), batch)
 
+    def losses(self, params: Params, batch: Batch) -> Tensor:
+        """In training, one number an example."""
+        return self.adapter.losses(self.adapter.training(self.task, params, batch), batch.y)
+
     def slopes(self, objective: Objective, held: Params | None = None) -> Slopes:
         """The loss and its slope in the parameters that are trained; those `held` beside them stay. By hand where the
         adapter knows its own transpose (under half the time of a small step, benchmarks/steps.py), by autograd otherwise."""

@@ -31,7 +31,7 @@ class Scaffold(Sgd):
         return super().rows(shared) | {DRIFT + k: torch.zeros_like(v) for k, v in shared.items()}
 
     def trained(self, down: Params) -> Params:
-        return {k: v for k, v in down.items() if not k.startswith(CONTROL)}
+        return {k: v for k, v in super().trained(down).items() if not k.startswith(CONTROL)}
 
     def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
         plain = super().slopes(model, anchor, own)

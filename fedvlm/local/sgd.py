@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedvlm.adapters.base import Task
-from fedvlm.core import Data, Params, lift, only, spread
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core import Data, Params, lift, only, spread, told
 from fedvlm.local import copies
 from fedvlm.local.descent import Pace, Slopes, descend
 from fedvlm.local.model import Model
@@ -23,6 +21,10 @@ class Sgd(Pace):
     adapts: ClassVar[bool] = False  # whether `adapt` does more than `personal`
     partner: ClassVar[str] = ""  # the one merge it works with, where it is only one
 
+    def refuses(self, adapter: Adapter) -> str:
+        """Why it does not go with this adapter; "" where it does."""
+        return ""
+
     def sends(self, task: Task) -> dict[str, tuple[int, ...]]:
         """What goes up beside the shared parameters, by name: its shape, () for one number and −1 for any length."""
         return {"n": (), "loss": ()}
@@ -36,13 +38,13 @@ class Sgd(Pace):
         differ."""
         return model.slopes(self.objective)
 
-    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Tensor:
-        """Trains `params`, the shared and the private ones, in place; the mean loss of each client."""
-        return descend(self, params, data, self.slopes(model, lift(down), own))
+    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Params:
+        """Trains `params`, the shared and the private ones, in place; each client's mean loss, and what else it tells."""
+        return {"loss": descend(self, params, data, self.slopes(model, lift(down), own))}
 
     def trained(self, down: Params) -> Params:
         """Which of what was sent is trained and goes up again."""
-        return down
+        return {k: v for k, v in down.items() if not told(k)}
 
     def own_copy(self, model: Model, own: Params, down: Params, trained: Params, data: Data) -> Params:
         """What is kept: the model as trained."""
@@ -51,9 +53,9 @@ class Sgd(Pace):
     def train(self, model: Model, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
         private, shared = copies.adapters(own), self.trained(down)
         params = spread(shared, len(data)) | private
-        loss = self.walk(model, params, down, own, data)
+        found = self.walk(model, params, down, own, data)
         kept = copies.keep(self.own_copy(model, own, shared, params, data)) if self.keep else {}
-        return only(params, private) | kept, only(params, shared) | {"n": data.sizes(), "loss": loss}
+        return only(params, private) | kept, only(params, shared) | {"n": data.sizes(), **found}
 
     def personal(self, own: Params, down: Params) -> Params:
         """The model a client uses for itself."""

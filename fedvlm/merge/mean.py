@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,7 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Cohort, FedvlmError, Params, State, tracked
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core import Cohort, Data, FedvlmError, Params, State, tracked
+from fedvlm.local.model import Model
+
+Hear = Callable[[np.ndarray, Params], None]  # some clients' ids and replies
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,8 @@ class Mean:
     cosine: bool = False  # also record the mean cosine between clients' updates (FedOT's Table 2)
     gaps: bool = False  # also record what averaging costs each client: loss of the mean − loss of its own model
 
+    wants: ClassVar[tuple[str, ...]] = ()  # shared parameters it works on by name
+    reveals: ClassVar[str] = ""  # what of private data goes up beside parameters and numbers, in words
     partner: ClassVar[str] = ""  # the one local rule it works with, where it is only one
 
     @property
@@ -28,27 +35,55 @@ class Mean:
     def init(self, clients: int) -> Params:
         return {"after": torch.full((clients,), torch.nan)} if self.gaps else {}
 
+    def refuses(self, adapter: Adapter) -> str:
+        """Why it does not go with this adapter; "" where it does."""
+        return ""
+
+    def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
+        """What clients send for this merge beside what their rule sends: shapes, as in a rule's `sends`."""
+        return {}
+
+    def collect(self, model: Model, params: Params, data: Data) -> Params:
+        """That, on the client, of the model as it was trained."""
+        return {}
+
+    def begin(self, model: Model, seed: int) -> tuple[Params, Params]:
+        """What the server sends down beside the adapter's parameters, and keeps for itself, before the first round."""
+        return {}, {}
+
+    def serve(self, model: Model, state: State, cohort: Cohort) -> State:
+        """A round, for a server that also has a model of its own to train."""
+        return self.round(state, cohort)
+
     def round(self, state: State, cohort: Cohort) -> State:
         total, _, kept = self.gather(state, cohort, state.shared)
         shared = {k: total[k].to(v.dtype) for k, v in state.shared.items()}
         return state._replace(shared=shared, server=state.server | kept)
 
     def gather(
-        self, state: State, cohort: Cohort, down: Params, plain: Params | None = None
+        self,
+        state: State,
+        cohort: Cohort,
+        down: Params,
+        plain: Params | None = None,
+        beside: Params | None = None,
+        hear: Hear = lambda ids, up: None,
     ) -> tuple[Params, int, Params]:
         """Trains, a few clients at a time: the weighted means of what comes back (of the names in `plain`, the sums),
-        how many answered, and what the server keeps for its records."""
+        how many answered, and what the server keeps for its records. `beside` goes down and does not come back; `hear`
+        is shown every reply."""
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in down.items()}
         weights: dict[int, float] = {}
         agreement, gaps = Agreement(self.cosine), Gaps(state.server)
         losses = 0.0
-        for ids, up in cohort.stream("train", down):
+        for ids, up in cohort.stream("train", down | (beside or {})):
+            hear(ids, up)
             weight = up["n"] if self.weights == "size" else torch.ones_like(up["n"])
             for k, v in total.items():
                 v += up[k].double().sum(0) if k in (plain or {}) else torch.tensordot(weight, up[k], dims=1)
             weights |= zip(ids.tolist(), weight.tolist(), strict=True)
             losses += float(weight @ up["loss"])
-            agreement.add(up, state.shared)
+            agreement.add(up, {k: v for k, v in state.shared.items() if k in down})
             gaps.add(ids, up)
         scale = sum(weights.values())
         cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale}

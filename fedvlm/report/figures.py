@@ -1,8 +1,9 @@
 """One picture of what federated adaptation buys over the frozen model, from run folders only.
 
 Left: the clients' own models (P) against the shared model on held-out clients (G), with the way there, the frozen model
-as crosshair. Middle: G and P by round. Right: the held-out clients one by one. Bars and bands are ± one standard error
-over seeds; G and P are the tables' own (`by_seed`; last round, test split), so the two cannot disagree.
+as crosshair. Middle: G and P by round. Right: the held-out clients one by one. Base-to-novel runs: base for P, novel for
+G, and all four measures by round. Bars and bands are ± one standard error over seeds; the numbers are the tables' own
+(`by_seed`; last round, test split), so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from fedvlm.evaluate.protocols import by_seed
+from fedvlm.evaluate.protocols import MEASURES, by_seed, opened
 from fedvlm.report.tables import grouped
 from fedvlm.runs import Run
 
@@ -29,6 +30,8 @@ FROZEN = "zero-shot"
 BUYS = "what adaptation buys over the frozen model"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MEANING = {"G": "{} on clients nobody has seen (G), %", "P": "{} of the clients' own models (P), %"}
+MEANING |= {"novel": "{} on classes nobody trains on (novel), %", "base": "{} on all classes trained on (base), %"}
+DRAWN = ("G", "P", *MEASURES)
 
 
 class Look(NamedTuple):
@@ -50,7 +53,7 @@ class Line:
     label: str
     infos: list[dict[str, Any]]
     rounds: list[int]
-    scores: dict[str, np.ndarray]  # G, P: [rounds, seeds] in percent, NaN where there is no such model
+    scores: dict[str, np.ndarray]  # measure: [rounds, seeds] in percent, NaN where there is no such model
     colour: str
     marker: str
 
@@ -98,26 +101,30 @@ def gather(runs: list[Run], look: Look) -> list[Line]:
         table = []
         for k in rounds:
             then = [i | {"result": i["result"] | {"last": r[k]}} for i, r in zip(infos, known, strict=True)]
-            table.append([[s["G"], s["P"]] for s in by_seed(then).values()])
-        values = 100 * np.array(table, float).reshape(len(rounds), -1, 2)
+            table.append([[s.get(m) for m in DRAWN] for s in by_seed(then).values()])
+        values = 100 * np.array(table, float).reshape(len(rounds), -1, len(DRAWN))
         k = sum(not x.frozen for x in lines)
         colour = look.faint if infos[0]["method"] == FROZEN else look.colours[k % len(look.colours)]
         marker = "D" if infos[0]["method"] == FROZEN else MARKERS[k % len(MARKERS)]
-        lines.append(Line(label, infos, rounds, {"G": values[..., 0], "P": values[..., 1]}, colour, marker))
+        by_name = {m: values[..., j] for j, m in enumerate(DRAWN)}
+        lines.append(Line(label, infos, rounds, by_name, colour, marker))
     return lines
 
 
 def draw(lines: list[Line], look: Look) -> Figure:
-    metrics = [m for m in ("G", "P") if any(np.isfinite(x.last(m)[0]) for x in lines)]
+    halved = all(opened(i) for x in lines for i in x.infos)
+    known = [m for m in DRAWN if any(np.isfinite(x.last(m)[0]) for x in lines)]
+    axes = [m for m in (("novel", "base") if halved else ("G", "P")) if m in known]
+    metrics = [m for m in MEASURES if m in known] if halved else axes
     rows, curved = by_client(lines), any(len(x.rounds) > 1 for x in lines)
     widths = [1.25, *([1.2] if curved and metrics else []), *([1.0] if rows else [])]
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.05, 0.985, 0.94), w_pad=0.12)
-    fig = Figure(figsize=(4 * len(widths), max(5.0, 2 + 0.24 * len(rows))), layout=layout)
+    fig = Figure(figsize=(4 * len(widths), max(5.0, 2 + 0.24 * len(rows), 1.7 * len(metrics))), layout=layout)
     panels = fig.subfigures(1, len(widths), width_ratios=widths, squeeze=False)[0]
-    if len(metrics) == 2:
-        plane(panels[0].subplots(), lines, look)
+    if len(axes) == 2:
+        plane(panels[0].subplots(), lines, look, *axes)
     else:
-        ladder(panels[0].subplots(), lines, metrics[0] if metrics else "P", look)
+        ladder(panels[0].subplots(), lines, axes[0] if axes else "P", look)
     if curved and metrics:
         stack = panels[1].subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
         for ax, metric in zip(stack, metrics, strict=True):
@@ -130,22 +137,23 @@ def draw(lines: list[Line], look: Look) -> Figure:
     return fig
 
 
-def plane(ax: Axes, lines: list[Line], look: Look) -> None:
-    """G over P. A method without a shared model has no G; it stands on the lower edge at its P."""
-    at = {line.label: (*line.last("P"), *line.last("G")) for line in lines}
+def plane(ax: Axes, lines: list[Line], look: Look, up: str = "G", across: str = "P") -> None:
+    """G over P. A method without a shared model has no G; it stands on the lower edge at its P. So, too, novel over base."""
+    at = {line.label: (*line.last(across), *line.last(up)) for line in lines}
     both = [x for x in lines if np.isfinite(at[x.label]).all()]
     alone = [x for x in lines if np.isfinite(at[x.label][0]) and x not in both]
     base = next((x for x in both if x.frozen), None)
     for line in both:
         p, dp, g, dg = at[line.label]
-        ax.plot(line.over("P")[0], line.over("G")[0], color=line.colour, lw=1.2, alpha=0.3)
+        ax.plot(line.over(across)[0], line.over(up)[0], color=line.colour, lw=1.2, alpha=0.3)
         ax.errorbar(p, g, dg, dp, color=line.colour, marker=line.marker, ms=8, elinewidth=1.2, capsize=2.5, zorder=4)
     for line in alone:
         ax.plot(at[line.label][0], 0, "^", ms=9, color=line.colour, transform=ax.get_xaxis_transform(), clip_on=False)
     ax.margins(0.16, 0.14)
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
-    ax.set(xlim=(left, right), ylim=(low, high), xlabel=meaning(lines, "P"), ylabel=meaning(lines, "G"))
-    ax.set_title(BUYS if base and len(lines) > 1 else "shared and personal models")
+    ax.set(xlim=(left, right), ylim=(low, high), xlabel=meaning(lines, across), ylabel=meaning(lines, up))
+    plain = "shared and personal models" if up == "G" else "classes trained on, and others"
+    ax.set_title(BUYS if base and len(lines) > 1 else plain)
     if base:
         p, _, g, _ = at[base.label]
         ax.axvline(p, color=look.faint, lw=0.9, ls="--", zorder=1)
@@ -156,9 +164,9 @@ def plane(ax: Axes, lines: list[Line], look: Look) -> None:
     wanted += [at[x.label][2] - (step * 0.8 if x is base else 0) for x in both]
     for line, y in zip([*alone, *both], spread(wanted, step, low, high), strict=True):
         p, dp, g, _ = at[line.label]
-        text = f"  P {p:.1f}, no G" if line in alone else f"  G {g:.1f}, P {p:.1f}"
+        text = f"  {across} {p:.1f}, no {up}" if line in alone else f"  {up} {g:.1f}, {across} {p:.1f}"
         if base and line is not base and line in both:
-            text = f"  G {g - at[base.label][2]:+.1f}, P {p - at[base.label][0]:+.1f}"
+            text = f"  {up} {g - at[base.label][2]:+.1f}, {across} {p - at[base.label][0]:+.1f}"
         side = 1 if p < (left + right) / 2 else -1
         x = p + side * (dp + (right - left) * 0.025)
         room = ((right - x) if side > 0 else (x - left)) / (right - left) / 0.0195  # in letters
@@ -258,6 +266,7 @@ def caption(lines: list[Line]) -> str:
     rounds = sorted({x.rounds[-1] for x in lines if not x.frozen} or {0})
     parts = [f"backbone {backbones}", f"data {sets}"]
     parts.append(f"{held} held-out target{'s' * (held != 1)}" if held else "nobody held out")
+    parts += ["half of the classes kept from everybody"] * any(map(opened, infos))
     parts.append(f"{' or '.join(map(str, seeds))} seed{'s (± s.e.)' if seeds[-1] > 1 else ' (no error known)'}")
     parts.append(f"{' or '.join(map(str, rounds))} round{'s' * (rounds != [1])}")
     if len({frozenset((i["config"]["seed"], *i["config"]["unseen"]) for i in x.infos) for x in lines}) > 1:

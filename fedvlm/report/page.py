@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedvlm.core import FedvlmError
-from fedvlm.evaluate.protocols import row, target
+from fedvlm.evaluate.protocols import MEASURES, opened, row, target
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, Look, figure
 from fedvlm.report.tables import DASH, against, grouped, settings, short, summarise
@@ -35,6 +35,7 @@ def page(runs: list[Run], path: Path) -> None:
         title=heading(groups),
         facts=facts(groups),
         table=table,
+        halved=[opened(i) for group in groups.values() for i in group],
         verdicts=against(table),
         pictures={"light": picture(figure, runs, LIGHT), "dark": picture(figure, runs, DARK)},
         fairness={"light": picture(fairness.figure, runs, LIGHT), "dark": picture(fairness.figure, runs, DARK)},
@@ -56,7 +57,7 @@ def facts(groups: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
     infos = [i for group in groups.values() for i in group]
     data = [i["data"] for i in infos]
     return {
-        "data": each(f"{d['name']}: {d['images']:,} examples, {len(d['classes'])} classes" for d in data),
+        "data": each(f"{d['name']}: {d['images']:,} examples, {classes(d)}" for d in data),
         "domains": each(", ".join(d["domains"]) for d in data),
         "backbone": each(i["backbone"]["name"] for i in infos),
         "split": each("/".join(f"{s:g}" for s in i["config"]["split"]) + " % train/val/test" for i in infos),
@@ -66,6 +67,11 @@ def facts(groups: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
         "versions": each(", ".join(f"{k} {v}" for k, v in i["versions"].items() if k != "commit") for i in infos),
         "commit": each(i["versions"].get("commit") or "unknown" for i in infos),
     }
+
+
+def classes(data: dict[str, Any]) -> str:
+    novel = len(data.get("novel", []))
+    return f"{len(data['classes'])} classes" + (f" trained on and {novel} kept from everybody" if novel else "")
 
 
 def each(values: Any) -> str:
@@ -134,12 +140,13 @@ def listing(runs: list[Run]) -> list[dict[str, str]]:
     found = [(r.folder.name, r.info) for r in runs if r.done]
     flat = [settings(info) for _, info in found]
     kinds = {k: {short(f[k]) for f in flat if k in f} for f in flat for k in f}
+    some, every = (kind(opened(info) for _, info in found) for kind in (any, all))
+    measures = [*(() if every else ("G", "P")), *(MEASURES if some else ())]
     out = []
     for (name, info), mine in zip(found, flat, strict=True):
         own = ", ".join(f"{k}={short(v) or 'none'}" for k, v in mine.items() if len(kinds[k]) > 1)
         last = info["result"]["last"]
         line = {"folder": name, "method": info["method"], "held out": target(info), "seed": str(info["config"]["seed"])}
-        out.append(
-            line | {"G": percent(last.get("G")), "P": percent(last.get("P")), "settings that differ": own or DASH}
-        )
+        line |= {m: percent(last.get(m)) for m in measures}
+        out.append(line | {"settings that differ": own or DASH})
     return out

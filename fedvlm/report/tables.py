@@ -1,4 +1,5 @@
-"""Run folders → one row a method: G, P, C with mean ± standard deviation over seeds, and the paper's number beside."""
+"""Run folders → one row a method: G, P, C (or local, base, novel, hm) with mean ± standard deviation over seeds, and the
+paper's numbers beside."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ import numpy as np
 
 from fedvlm.config import recipe
 from fedvlm.core import FedvlmError
-from fedvlm.evaluate.protocols import by_seed, partial, target
-from fedvlm.runs import LOOSE, Run
+from fedvlm.evaluate.protocols import MEASURES, by_seed, opened, partial, target
+from fedvlm.runs import Run, binding
 
 METRICS = ("G", "P", "C")
+KINDS = (METRICS, MEASURES)  # of the usual protocols, and of base-to-novel
+EVERY = (*METRICS, *MEASURES)
 FAIR = ("worst", "best")  # of the clients' own models, in percent
 TOLD = ("cacc", "auroc", "fpr95")  # under corruptions, and outsiders told from insiders; own models, in percent
 DASH = "–"
@@ -37,25 +40,39 @@ def summarise(runs: list[Run], select: str = "last", apart: bool = True) -> Tabl
     values = [
         {"method": name} | scores(g, select) | fairness(g, select) | costs(g) | paper(g) for name, g in groups.items()
     ]
-    shown = ["method", *METRICS]
-    keys = {"paper G/P/C": [f"paper_{m}" for m in METRICS], "worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
+    infos = [i for group in groups.values() for i in group]
+    kinds = [kind for kind in KINDS if any((kind is MEASURES) == opened(i) for i in infos)]
+    shown = ["method", *(m for kind in kinds for m in kind)]
+    keys = {by_paper(kind): [f"paper_{m}" for m in kind] for kind in kinds}
+    keys |= {"worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
     keys |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
     shown += [column for column, needs in keys.items() if any(v.get(k) is not None for v in values for k in needs)]
     shown += ["MB up/round", "shared", "private", "seconds"]
-    published = "paper G/P/C" in shown
+    published = any(by_paper(kind) in shown for kind in KINDS)
     return Table(shown, [cells(v) for v in values], notes(groups, select, published), values)
 
 
 def scores(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
-    """G, P, C in percent with their standard deviation over seeds; None where a method has no such model."""
+    """Every measure in percent with its standard deviation over seeds; None where a method has no such model."""
     seeds = by_seed(infos, select)
     out: dict[str, Any] = {"runs": len(infos), "seeds": len(seeds)}
-    for metric in METRICS:
-        found = [100 * s[metric] for s in seeds.values() if s[metric] is not None]  # type: ignore[operator]
+    for metric in EVERY:
+        found = [100 * v for s in seeds.values() if (v := s.get(metric)) is not None]
         whole = bool(found) and len(found) == len(seeds)
         out[metric] = float(np.mean(found)) if whole else None
         out[f"{metric}_std"] = float(np.std(found, ddof=1)) if whole and len(found) > 1 else None
-    return out | {"by_seed": {s: 100 * v["C"] for s, v in seeds.items() if v["C"] is not None}}
+    out["judged"] = "hm" if all(map(opened, infos)) else "C"  # what `against` compares
+    return out | {"by_seed": {s: 100 * v for s, one in seeds.items() if (v := one.get(out["judged"])) is not None}}
+
+
+def by_paper(kind: tuple[str, ...]) -> str:
+    """The column of the published numbers."""
+    return f"paper {'/'.join(kind)}"
+
+
+def shown_of(table: Table) -> list[str]:
+    """Which measures a table has."""
+    return [c for c in table.columns if c in EVERY]
 
 
 def fairness(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
@@ -82,14 +99,16 @@ def costs(infos: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def paper(infos: list[dict[str, Any]]) -> dict[str, Any]:
-    return {f"paper_{m}": n for m, n in paper_numbers(infos[0]).items() if m in METRICS}
+    kind = MEASURES if opened(infos[0]) else METRICS
+    return {f"paper_{m}": n for m, n in paper_numbers(infos[0]).items() if m in kind}
 
 
 def cells(value: dict[str, Any]) -> dict[str, str]:
     """A row as text."""
-    row = {m: plus_minus(value[m], value[f"{m}_std"]) for m in METRICS}
-    if any(f"paper_{m}" in value for m in METRICS):
-        row["paper G/P/C"] = " / ".join(plus_minus(value.get(f"paper_{m}"), None) for m in METRICS)
+    row = {m: plus_minus(value[m], value[f"{m}_std"]) for m in EVERY}
+    for kind in KINDS:
+        if any(f"paper_{m}" in value for m in kind):
+            row[by_paper(kind)] = " / ".join(plus_minus(value.get(f"paper_{m}"), None) for m in kind)
     return row | {
         "method": value["method"],
         "worst 10 %": plus_minus(value["worst"], None),
@@ -128,7 +147,7 @@ def settings(info: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs different methods: all but the seed, the target and where it ran."""
     config = info["config"]
     flat = {
-        k: v for k, v in config.items() if k not in (*LOOSE, "method", "seed", "unseen", "engine", "chunk", "threads")
+        k: v for k, v in binding(config).items() if k not in ("method", "seed", "unseen", "engine", "chunk", "threads")
     }
     for axis in ("adapter", "local", "merge"):
         (name, fields), *_ = flat.pop(axis).items()
@@ -171,8 +190,15 @@ def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool)
     out = [
         f"{', '.join(sets)}; backbone {', '.join(backbones)}; split {', '.join(split)}; held out: {', '.join(targets)}; "
         f"seeds {', '.join(map(str, seeds))}",
-        f"test {metrics} in %, {view}; G: shared model on held-out clients, P: personal models, C: all; ± std over seeds",
+        f"test {metrics} in %, {view}; ± std over seeds",
     ]
+    if not all(map(opened, infos)):
+        out.append("G: shared model on held-out clients, P: personal models, C: all")
+    if any(map(opened, infos)):
+        out.append(
+            "local: clients' own models on test images of the classes they train on, base: of all classes that anybody "
+            "trains on, novel: of classes that nobody trains on, hm: harmonic mean of base and novel"
+        )
     for name, group in groups.items():
         if gaps := partial(group):
             out.append(f"{name}: seeds {', '.join(map(str, gaps))} are left out, they miss targets that others have")
@@ -183,32 +209,35 @@ def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool)
 
 
 def against(table: Table, base: str = "zero-shot") -> list[str]:
-    """Whether each method beats the frozen model on C by more than two standard errors; says so either way. The error
-    is of the difference seed by seed: both methods see the same splits."""
+    """Whether each method beats the frozen model on C (base-to-novel: on hm) by more than two standard errors; says so
+    either way. The error is of the difference seed by seed: both methods see the same splits."""
     rows = {v["method"]: v for v in table.values}
     out = []
     for name, row in rows.items():
         common = sorted(row["by_seed"].keys() & rows[base]["by_seed"].keys()) if base in rows and name != base else []
-        if not common:
+        if not common or row["judged"] != rows[base]["judged"]:
             continue
+        judged = row["judged"]
         gains = np.array([row["by_seed"][s] - rows[base]["by_seed"][s] for s in common])
         gain = float(gains.mean())
         if len(common) == 1:
-            out.append(f"{name} against {base}: C {gain:+.1f} (one seed, so no error is known)")
+            out.append(f"{name} against {base}: {judged} {gain:+.1f} (one seed, so no error is known)")
             continue
         error = float(gains.std(ddof=1) / len(common) ** 0.5)
         verdict = "beats" if gain > 2 * error else "does NOT beat"
         out.append(
-            f"{name} {verdict} {base} by more than two standard errors (C {gain:+.1f} ± {error:.1f}, {len(common)} seeds)"
+            f"{name} {verdict} {base} by more than two standard errors ({judged} {gain:+.1f} ± {error:.1f}, "
+            f"{len(common)} seeds)"
         )
     return out
 
 
 def write_csv(table: Table, path: Path) -> None:
+    measures = shown_of(table)
     names = [
         "method",
-        *METRICS,
-        *(f"{m}_std" for m in METRICS),
+        *measures,
+        *(f"{m}_std" for m in measures),
         "seeds",
         "runs",
         "up_mb",
@@ -219,7 +248,7 @@ def write_csv(table: Table, path: Path) -> None:
         *FAIR,
         "gap_variance",
     ]
-    names += [f"paper_{m}" for m in METRICS if any(f"paper_{m}" in v for v in table.values)]
+    names += [f"paper_{m}" for m in measures if any(f"paper_{m}" in v for v in table.values)]
     with path.open("w", newline="") as out:
         writer = csv.DictWriter(out, names, extrasaction="ignore")
         writer.writeheader()
@@ -227,11 +256,13 @@ def write_csv(table: Table, path: Path) -> None:
 
 
 def latex(table: Table) -> str:
-    best = {m: max((v[m] for v in table.values if v[m] is not None), default=None) for m in METRICS}
-    lines = [r"\begin{tabular}{lrrr}", r"\toprule", "Method & G & P & C \\\\", r"\midrule"]
+    measures = shown_of(table)
+    best = {m: max((v[m] for v in table.values if v[m] is not None), default=None) for m in measures}
+    head = " & ".join(["Method", *measures])
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(measures)}}}", r"\toprule", rf"{head} \\", r"\midrule"]
     for row, value in zip(table.rows, table.values, strict=True):
         cells = [row["method"].replace("_", r"\_").replace("%", r"\%")]
-        for m in METRICS:
+        for m in measures:
             text = row[m].replace("±", r"$\pm$").replace(DASH, "--")
             cells.append(rf"\textbf{{{text}}}" if value[m] is not None and value[m] == best[m] else text)
         lines.append(" & ".join(cells) + r" \\")

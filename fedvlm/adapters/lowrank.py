@@ -1,0 +1,38 @@
+"""FedPGP's prompts (Cui et al., ICML 2024): a shared context σ, and on each client a private change of low rank.
+
+p = σ + U V with U [vectors, b] and V [b, width] private, b = 4, V = 0 at the start; class features as in PromptFL. Its
+contrastive training is local=contrast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.prompt import Prompt
+from fedvlm.core import Params
+from fedvlm.seeds import generator
+
+
+@dataclass(frozen=True)
+class LowRank(Prompt):
+    private: tuple[str, ...] = ("left", "right")
+    bottleneck: int = 4  # b, the rank of the private change
+
+    pairs: ClassVar[bool] = True
+
+    def init(self, task: Task, seed: int) -> Params:
+        shared = super().init(task, seed)["context"]
+        names, vectors, width = shared.shape
+        left = 0.02 * torch.randn(names, vectors, self.bottleneck, generator=generator(seed, 53), dtype=torch.float64)
+        return {"context": shared, "left": left.to(shared), "right": shared.new_zeros(names, self.bottleneck, width)}
+
+    def public(self, params: Params) -> Params:
+        return params | {"right": torch.zeros_like(params["right"])}
+
+    def classes(self, task: Task, params: Params) -> Tensor:
+        return super().classes(task, {"context": params["context"] + params["left"] @ params["right"]})

@@ -1,0 +1,83 @@
+"""MaPLe (Khattak et al., 2023), federated (FedMaPLe): the context before a class name is learned, and the image tower gets
+tokens that are linear images of it.
+
+Text: [start] v₁ … vₙ NAME . [end]; image: class token, patches and W v₁ + b … W vₙ + b. The first `depth` layers of each
+tower get vectors of their own, with a W and b of their own, in place of what became of the last ones. logits = scale · cos.
+Parameters, all shared: `context` [1, n, width], `deep` [depth − 1, n, width], `couple.weight` [depth, image width, width],
+`couple.bias` [depth, image width].
+
+As in the paper two vectors start as the first words of "a photo of a", deeper ones at N(0, 0.02). The paper's depth is 9 of
+12 layers; ours is 3, and image tokens join behind the tower's first norm (our reading). layers=n lets them join at the last
+n layers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.lora import towers_of
+from fedvlm.adapters.prompt import plan
+from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.seeds import generator
+
+
+@dataclass(frozen=True)
+class Maple(Adapter):
+    context: int = 2  # vectors
+    depth: int = 3  # layers of each tower that get vectors of their own
+    layers: int = 0  # of the image tower, the last, that see them; 0 is all
+    phrase: str = "a photo of a"  # words to start from; none: noise
+
+    needs: ClassVar[str] = "both towers"
+    heavy: ClassVar[bool] = True
+    most: ClassVar[int] = 4
+    block: ClassVar[int] = 256
+
+    @property
+    def reads(self) -> str:  # type: ignore[override]
+        return f"hidden@{-self.layers}"
+
+    @property
+    def opens(self) -> bool:
+        return True
+
+    def init(self, task: Task, seed: int) -> Params:
+        reader, top = towers_of(task).text, towers_of(task).image.last(self.layers)
+        most, n, width = min(len(top.layers), len(reader.layers)), self.context, reader.width
+        if not 1 <= self.depth <= most:
+            raise FedvlmError(f"depth={self.depth}: the towers have {most} layers for it; use depth=1 to {most}")
+        draw = generator(seed, 61)
+        deep = 0.02 * torch.randn(self.depth, n, width, generator=draw)  # the first where there are no words
+        words = reader.phrase(self.phrase)[:n] if self.phrase else deep[0]
+        if len(words) < n or n < 1:
+            raise FedvlmError(
+                f"context={n}: phrase='{self.phrase}' has {len(words)} words to start from; phrase= is noise"
+            )
+        weight, bias = (2 * torch.rand(self.depth, top.width, k, generator=draw) - 1 for k in (width, 1))
+        coupled = {"couple.weight": weight / width**0.5, "couple.bias": bias[..., 0] / width**0.5}
+        more = {"deep": deep[1:]} if self.depth > 1 else {}
+        return {"context": words[None].to(deep), **more, **coupled}
+
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        vectors = torch.cat([params["context"], *([params["deep"]] if "deep" in params else [])], 1)
+        tokens = vectors @ params["couple.weight"].mT + params["couple.bias"][:, :, None]
+        top = towers_of(task).image.last(self.layers)
+        return F.normalize(top.features(x.to(tokens.dtype), tokens=tokens), dim=-1)
+
+    def classes(self, task: Task, params: Params) -> Tensor:
+        reader, context = towers_of(task).text, params["context"]
+        prompts = plan(reader, task.classes, context.shape[2], "end")
+        return reader.features(prompts, context, deep=params.get("deep"))
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * self.features(task, params, x) @ self.classes(task, params).mT
+
+    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        features = self.features(task, params, batch.x)
+        return task.scale * features @ self.classes(task, params).mT, features

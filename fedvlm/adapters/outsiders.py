@@ -1,0 +1,80 @@
+"""FOCoOp's prompts (Liao et al., ICML 2025, §3.2): a global, a private and an outsiders' set of contexts, one a name.
+
+A class's prompt is t_c = (1 − ρ) t^l_c + ρ t^g_c, ρ = 0.2, with t^l private and t^g shared; U outsider prompts t^o, shared,
+stand before nouns that are far from every class (data/nouns.py) and are there to match nothing. p runs over C + U:
+loss = −log p(y|x) − log p(ID|x), p(ID|x) = Σ_c p(c|x).  Detection: the largest p of a class, the softmax over C + U.
+An outsider's noun belongs to its place: where the server moves contexts between places, nouns stay (the paper is silent).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.prompt import Prompt, plan
+from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.evaluate.detection import SCORES, mcm
+from fedvlm.tasks import Objective
+
+
+@dataclass(frozen=True)
+class Outsiders(Prompt):
+    private: tuple[str, ...] = ("own",)
+    specific: bool = True
+    fusion: float = 0.2  # ρ, the global context's part in a class's prompt
+    count: int = 100  # U, outsider prompts
+    candidates: int = 0  # nouns to choose outsiders from, spread over WordNet's; 0 is all
+
+    pairs: ClassVar[bool] = True
+    reads_nouns: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fusion <= 1:
+            raise FedvlmError(f"fusion={self.fusion:g} must be between 0 and 1")
+        if self.count < 1:
+            raise FedvlmError(f"count={self.count}: at least one outsider prompt; without any, use adapter=portfolio")
+
+    def init(self, task: Task, seed: int) -> Params:
+        if len(task.nouns) < self.count:
+            raise FedvlmError(f"count={self.count} outsider prompts, and there are {len(task.nouns)} nouns for them")
+        start = super().init(task, seed)["context"]
+        away = start[:1].expand(self.count, *start.shape[1:])
+        return {"context": start, "own": start.clone(), "outsiders": away.clone()}
+
+    def public(self, params: Params) -> Params:
+        return params | {"own": params["context"]}
+
+    def classes(self, task: Task, params: Params) -> Tensor:
+        own, shared = params["own"], params["context"]
+        return super().classes(task, {"context": own + self.fusion * (shared - own)})
+
+    def prompts(self, task: Task, params: Params) -> Tensor:
+        """Of the classes, then of the outsiders: [clients, C + U, dim]."""
+        tower, away = self.tower(task), params["outsiders"]
+        nouns = tower.features(plan(tower, task.nouns[: self.count], away.shape[2], self.position), away)
+        classes = self.classes(task, params)
+        return torch.cat([part.expand(max(len(nouns), len(classes)), -1, -1) for part in (classes, nouns)], dim=1)
+
+    def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        return task.scale * batch.x @ self.prompts(task, params).mT
+
+    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        text = self.prompts(task, params)
+        return task.scale * batch.x @ text.mT, text[:, : len(task.classes)]
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        inside = logits[..., : logits.shape[-1] - self.count].logsumexp(-1)
+        return super().losses(logits, y) + logits.logsumexp(-1) - inside
+
+    def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:
+        if objective != "cross-entropy":
+            raise FedvlmError(f"objective={objective}: adapter=outsiders has a loss of its own; leave objective out")
+        return batch.mean(self.losses(logits, batch.y))
+
+    def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
+        logits, classes = task.scale * x @ self.prompts(task, params).mT, len(task.classes)
+        return {k: score(logits[..., :classes]) for k, score in SCORES.items()} | {"mcm": mcm(logits, classes=classes)}

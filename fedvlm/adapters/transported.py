@@ -1,0 +1,78 @@
+"""FedOTP (Li et al., CVPR 2024): a shared and a private context, and transport decides which patches each explains.
+
+For an image and a class, T moves mass between the N patches and the two prompts: min ⟨1 − cos, T⟩ − ε H(T) with at most
+1/N from a patch and γ/2 to a prompt, so that a share 1 − γ of the picture may fit neither (`fedvlm.transport`; γ = 0.8,
+ε = 0.1, no gradient through T).  logits = scale · Σ T·cos over patches and prompts. As in the public code that is not
+divided by γ: two prompts that fit every patch give γ · scale, where PromptFL gives scale.
+
+The two contexts start from draws of their own: alike, they would get the same half of every patch and the same slopes. A
+newcomer, who has no own, takes the shared one for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.prompt import Prompt
+from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.seeds import key
+from fedvlm.transport import unbalanced
+
+ROOM = 1 << 23  # cosines at a time: 32 MB in float32, and about six times that while their plan is found
+
+
+@dataclass(frozen=True)
+class Transported(Prompt):
+    private: tuple[str, ...] = ("own",)
+    mass: float = 0.8  # γ, the share of the picture that the prompts explain
+    epsilon: float = 0.1  # the plan's entropy
+    iterations: int = 100  # at most, for a plan
+
+    reads: ClassVar[str] = "patches"
+    block: ClassVar[int] = 512
+
+    def __post_init__(self) -> None:
+        if not (0 < self.mass <= 1 and self.epsilon > 0 and self.iterations > 0):
+            raise FedvlmError(
+                f"mass={self.mass:g} must be in (0, 1], epsilon={self.epsilon:g} and iterations={self.iterations} above 0"
+            )
+
+    def init(self, task: Task, seed: int) -> Params:
+        return super().init(task, seed) | {"own": super().init(task, key(seed, 53))["context"]}
+
+    def public(self, params: Params) -> Params:
+        return params | {"own": params["context"]}
+
+    def prompts(self, task: Task, params: Params) -> Tensor:
+        """The class vectors of both contexts, [clients, 2, classes, dim]; a context that is one for all is read once."""
+        both = (super(Transported, self).classes(task, {"context": params[k]}) for k in ("context", "own"))
+        return torch.stack(torch.broadcast_tensors(*both), 1)
+
+    def classes(self, task: Task, params: Params) -> Tensor:
+        return F.normalize(self.prompts(task, params).mean(1), dim=-1)
+
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return x[:, :, 0].to(params["context"])
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return task.scale * self.match(x, self.prompts(task, params))
+
+    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        text = self.prompts(task, params)
+        return task.scale * self.match(batch.x, text), F.normalize(text.mean(1), dim=-1)
+
+    def match(self, x: Tensor, text: Tensor) -> Tensor:
+        """Σ T·cos [clients, examples, classes], a few examples at a time."""
+        each = max(len(x), len(text)) * x.shape[2] * text.shape[1] * text.shape[2]
+        parts = []
+        for part in x[:, :, 1:].split(max(1, ROOM // each), 1):
+            cosines = torch.einsum("knpd,kmcd->kncpm", part.to(text), text)
+            plan = unbalanced(1 - cosines, self.epsilon, self.mass, self.iterations)
+            parts.append((plan * cosines).sum((-2, -1)))
+        return torch.cat(parts, 1)

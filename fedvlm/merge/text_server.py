@@ -1,0 +1,150 @@
+"""FedDTL's server (2026, §3.4): it trains the text tower, and clients the image tower, so that all pull at one set of words.
+
+Clients send, beside their parameters, the normalised embeddings of their own training images and the labels. With them the
+server trains low-rank changes of its text tower by cross-entropy (Adam), and sends down the class embeddings, which take
+the place of the frozen ones. A client needs no text tower.
+
+**What is sent up are embeddings of private images**: less than the pixels, and enough to tell which images of a given set a
+client holds (`fedvlm attack` measures it). To send less (D.1): `upload` a share of them, `groups` shuffled means a class in
+their place, `blur` noise on each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.lora import Lora
+from fedvlm.core import TASK, Cohort, Data, FedvlmError, Params, State, lift, spread
+from fedvlm.local.descent import Pace, descend
+from fedvlm.local.model import Model
+from fedvlm.merge.stages import Stages, by_client, each
+from fedvlm.seeds import generator
+
+TOWER = "text."  # before the names of the text tower's changes, on the server
+
+
+@dataclass(frozen=True)
+class TextServer(Stages):
+    text_rank: int = 4
+    text_layers: int = 2  # of the text tower that are trained, the last; 0 is all
+    text_lr: float = 1e-3
+    text_epochs: int = 2  # over what clients sent, each round
+    text_batch: int = 64
+    words: str = "a photo of a {}"  # what the text tower reads; must be the run's template
+    upload: float = 1.0  # share of each class's embeddings that is sent
+    groups: int = 0  # so many means a class in place of the embeddings; 0 sends these
+    blur: float = 0.0  # σ of noise on what is sent
+
+    reveals: ClassVar[str] = "embeddings of private images, and their labels"
+
+    def __post_init__(self) -> None:
+        if not (0 < self.upload <= 1 and self.groups >= 0 and self.blur >= 0):
+            raise FedvlmError(
+                f"upload={self.upload:g} must be above 0 and at most 1, groups={self.groups}, blur={self.blur:g} 0 or more"
+            )
+
+    @property
+    def reader(self) -> Lora:
+        return Lora(
+            rank=self.text_rank,
+            layers=self.text_layers,
+            projections=("q", "k", "v", "out"),
+            towers="text",
+            phrase=self.words,
+        )
+
+    def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
+        return super().collects(task) | {"embeddings": (-1, task.dim), "labels": (-1,)}
+
+    @torch.no_grad()
+    def collect(self, model: Model, params: Params, data: Data) -> Params:
+        adapter, task = model.adapter, model.task
+        parts = [
+            (adapter.features(task, one, x)[0], adapter.classes(task, one)[0], y)
+            for one, x, y in each(params, data, adapter.block)
+        ]
+        accuracy = by_client([(z @ text.T).argmax(-1) == y for z, text, y in parts], data, adapter.block)
+        rows = torch.cat([z for z, *_ in parts]) if parts else data.x.new_empty(0, task.dim)
+        sent, start = [], 0
+        for i, (low, high, *_) in zip(data.ids, data.bounds, strict=True):
+            n = int(high - low)
+            sent.append(self.lessen(rows[start : start + n], data.y[int(low) : int(high)], data, int(i)))
+            start += n
+        longest = max(len(y) for _, y in sent)
+        return {
+            "accuracy": accuracy,
+            "embeddings": torch.stack([F.pad(z, (0, 0, 0, longest - len(z))) for z, _ in sent]),
+            "labels": torch.stack([F.pad(y.to(z), (0, longest - len(y)), value=-1.0) for z, y in sent]),
+        }
+
+    def lessen(self, z: Tensor, y: Tensor, data: Data, client: int) -> tuple[Tensor, Tensor]:
+        """What of a client's embeddings is sent, with labels."""
+        if self.upload == 1 and not self.groups and not self.blur:
+            return z, y
+        source = generator(data.seed, data.round, 71, client)
+        order = torch.randperm(len(y), generator=source).to(y.device)
+        rows, labels = [], []
+        for label in y.unique().tolist():
+            mine = z[order[y[order] == label]]
+            mine = mine[: int(np.ceil(self.upload * len(mine)))]
+            if self.groups:
+                mine = torch.stack([part.mean(0) for part in mine.tensor_split(min(self.groups, len(mine)))])
+            rows.append(mine)
+            labels += [label] * len(mine)
+        kept = torch.cat(rows) if rows else z
+        kept = kept + self.blur * torch.randn(kept.shape, generator=source).to(kept)
+        return kept, torch.tensor(labels, dtype=y.dtype, device=y.device)
+
+    def refuses(self, adapter: Adapter) -> str:
+        fits = getattr(adapter, "towers", "") == "image"
+        return (
+            ""
+            if fits
+            else "trains the text tower, beside clients that train the image tower; use adapter=lora towers=image"
+        )
+
+    def begin(self, model: Model, seed: int) -> tuple[Params, Params]:
+        _, server = super().begin(model, seed)
+        changes = self.reader.init(model.task, seed)
+        return self.say(model.task, changes), server | changes
+
+    def say(self, task: Task, changes: Params) -> Params:
+        """The class embeddings, of all classes that will be asked for."""
+        with torch.no_grad():
+            found = {TASK + "text": self.reader.classes(task, lift(changes))[0]}
+            if task.novel is not None:
+                found |= {TASK + "novel": self.reader.classes(task.novel, lift(changes))[0]}
+        return found
+
+    def serve(self, model: Model, state: State, cohort: Cohort) -> State:
+        by_id: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def hear(ids: np.ndarray, up: Params) -> None:
+            for i, z, y in zip(ids.tolist(), up["embeddings"], up["labels"], strict=True):
+                by_id[i] = z[y >= 0], y[y >= 0].long()
+
+        after = self.train(state, cohort, hear)
+        heard = [by_id[i] for i in sorted(by_id)]
+        changes = {k: v for k, v in after.server.items() if k.startswith(TOWER)}
+        changes, loss = self.learn(model, changes, heard, cohort.round)
+        cohort.notes |= {"text_loss": loss, "embeddings": sum(len(y) for _, y in heard)}
+        return after._replace(shared=after.shared | self.say(model.task, changes), server=after.server | changes)
+
+    def learn(
+        self, model: Model, changes: Params, heard: list[tuple[Tensor, Tensor]], round: int
+    ) -> tuple[Params, float]:
+        x, y = (torch.cat(part) for part in zip(*heard, strict=True))
+        if not len(y):
+            return changes, 0.0
+        pace = Pace(self.text_lr, self.text_epochs, self.text_batch, "adam")
+        params = spread(changes, 1)
+        data = Data(x, y, np.array([[0, len(y), len(y), len(y)]]), np.array([0]), 0, round)
+        loss = descend(pace, params, data, Model(self.reader, model.task).slopes("cross-entropy"))
+        return {k: v[0] for k, v in params.items()}, float(loss[0])

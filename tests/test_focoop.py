@@ -1,0 +1,265 @@
+"""FOCoOp: its loss, its robust step, its server, each against what the equations say done by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import NOUNS, example
+from test_contract import ABLE, RULES, play
+
+from fedvlm import parts
+from fedvlm.adapters.outsiders import Outsiders
+from fedvlm.core import Batch, Cohort, FedvlmError, lift, spread
+from fedvlm.engines.stacked import Stacked
+from fedvlm.local.bdro import Bdro, noise
+from fedvlm.local.contrast import Contrast
+from fedvlm.local.model import Model
+from fedvlm.local.sgd import Sgd
+from fedvlm.merge.classwise import by_class
+from fedvlm.merge.transport import Transport, calibrated, least, match
+from fedvlm.method import Method
+
+PROMPTS = Outsiders(context=2, count=3)
+
+
+def focoop(local=None, merge=None, adapter=PROMPTS) -> Method:
+    return Method.build(adapter, local or Bdro(**RULES), merge or Transport(), example("outsiders")[0], seed=5)
+
+
+def test_the_loss_is_what_the_paper_prints(double):
+    """−log p(y) − log p(ID), probabilities over classes and outsiders, written out."""
+    task, data = example("outsiders")
+    params = lift(PROMPTS.init(task, 1))
+    params["own"] = params["own"] + torch.randn(params["own"].shape, generator=torch.Generator().manual_seed(3))
+    batch = next(replace(data, bounds=data.bounds[:1], ids=data.ids[:1]).batches(4))
+    logits = PROMPTS.training(task, params, batch)
+    assert logits.shape[-1] == len(task.classes) + 3
+    total = 0.0
+    for row, y, weight in zip(logits[0].tolist(), batch.y[0].tolist(), batch.weight[0].tolist(), strict=True):
+        p = [math.exp(v) for v in row]
+        total += weight * (-math.log(p[y] / sum(p)) - math.log(sum(p[: len(task.classes)]) / sum(p)))
+    assert float(PROMPTS.loss("cross-entropy", logits, batch)[0]) == pytest.approx(total, rel=1e-12)
+    assert float(batch.mean(PROMPTS.losses(logits, batch.y))[0]) == pytest.approx(total, rel=1e-12)
+    with pytest.raises(FedvlmError, match="a loss of its own"):
+        PROMPTS.loss("contrastive", logits, batch)
+
+
+def test_outsiders_take_part_in_detection_and_not_in_the_answer(double):
+    task, data = example("outsiders")
+    params, x = lift(PROMPTS.init(task, 1)), data.x[None, :6]
+    every = task.scale * x @ PROMPTS.prompts(task, params).mT
+    torch.testing.assert_close(PROMPTS.logits(task, params, x), every[..., : len(task.classes)])
+    torch.testing.assert_close(PROMPTS.inside(task, params, x)["mcm"], every.softmax(-1)[..., :-3].amax(-1))
+
+
+@pytest.mark.parametrize("fusion, name", [(0.0, "own"), (1.0, "context")])
+def test_fused_prompts_are_mixtures(double, fusion, name):
+    task, _ = example("outsiders")
+    params = {k: torch.randn_like(v) for k, v in lift(PROMPTS.init(task, 1)).items()}
+    other = replace(PROMPTS, fusion=fusion)
+    torch.testing.assert_close(
+        other.classes(task, params), PROMPTS.classes(task, params | {"own": params[name], "context": params[name]})
+    )
+
+
+def test_without_noise_and_exploration_it_is_plain_training(double):
+    """With everything evened out, the robust step is a step on the mean loss."""
+    _, data = example("outsiders")
+    plain = play(focoop(Sgd(**RULES)), data, 6, rounds=1)[0].shared
+    even = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=1e9)), data, 6, rounds=1)[0].shared
+    hard = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=0.1)), data, 6, rounds=1)[0].shared
+    torch.testing.assert_close(plain["context"], even["context"], rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(plain["context"], hard["context"], rtol=1e-3, atol=1e-6)
+
+
+def test_exploration_goes_where_the_loss_is_higher(double):
+    task, data = example("outsiders")
+    model, data = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
+    params = spread(PROMPTS.init(task, 1), 1)
+    batch = next(data.batches(8))
+
+    def found(**change) -> float:
+        rule = Bdro(hold=1e-3, hold_outsiders=1.0, evenness=1e9, ascent=0.001, sigma=0.01, **change)
+        start = noise({k: params[k] for k in ("context", "outsiders")}, data, rule.sigma)
+        return float(rule.robust(model, start)(params, batch)[0][0])
+
+    assert found(explore=5) > found(explore=1) > found(explore=0)
+
+
+def test_a_robust_step_by_hand(double):
+    """One exploration of the shared contexts, one of the outsiders', then the slope of the soft maximum."""
+    task, data = example("outsiders")
+    model, data = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
+    params, batch = spread(PROMPTS.init(task, 1), 1), next(data.batches(4))
+    rule = Bdro(ascent=0.2, hold=0.5, hold_outsiders=0.7, evenness=0.3, sparse=0.01)
+    start = noise({k: params[k] for k in ("context", "outsiders")}, data, 0.05)
+    value, slopes = rule.robust(model, start)(params, batch)
+
+    def mean(shift: dict) -> torch.Tensor:
+        return batch.mean(PROMPTS.losses(PROMPTS.training(task, params | shift, batch), batch.y)).sum()
+
+    away = {}
+    for name, hold in (("context", 0.5), ("outsiders", 0.7)):
+        step = start[name].clone().requires_grad_()
+        gain = mean({k: params[k] + v for k, v in away.items()} | {name: params[name] + step})
+        (up,) = torch.autograd.grad(gain - hold * step.square().sum() - 0.01 * step.abs().sum(), step)
+        away[name] = (step + 0.2 * up).detach()
+    leaf = params["own"].clone().requires_grad_()
+    moved = params | {k: params[k] + v for k, v in away.items()} | {"own": leaf}
+    each = PROMPTS.losses(PROMPTS.training(task, moved, batch), batch.y)[0]
+    soft = 0.7 * 0.3
+    robust = soft * (each / soft).exp().mean().log()
+    apart = sum(
+        h * away[k].square().sum() + 0.01 * away[k].abs().sum() for k, h in (("context", 0.5), ("outsiders", 0.7))
+    )
+    torch.testing.assert_close(value[0], (robust - apart).detach())
+    torch.testing.assert_close(slopes[list(params).index("own")], torch.autograd.grad(robust, leaf)[0])
+
+
+def test_noise_is_a_clients_own(double):
+    """The same whoever stands beside it, another each round."""
+    _, data = example("outsiders")
+    one = noise({"context": torch.zeros(6, 5, 2, 8)}, data, 1.0)["context"]
+    alone = replace(data, bounds=data.bounds[2:3], ids=data.ids[2:3])
+    assert torch.equal(one[2:3], noise({"context": torch.zeros(1, 5, 2, 8)}, alone, 1.0)["context"])
+    later = noise({"context": torch.zeros(6, 5, 2, 8)}, replace(data, round=1), 1.0)["context"]
+    assert not torch.equal(one, later) and abs(float(one.std()) - 1) < 0.2
+
+
+def test_classes_are_averaged_by_who_holds_them(double):
+    draw = torch.Generator().manual_seed(1)
+    replies, before = torch.randn(3, 4, 2, 5, generator=draw), torch.randn(4, 2, 5, generator=draw)
+    holds = torch.tensor([[3.0, 0, 0, 1], [1, 2, 0, 0], [0, 0, 0, 5]])
+    found = by_class(replies, holds, before)
+    torch.testing.assert_close(found[0], (3 * replies[0, 0] + replies[1, 0]) / 4)
+    torch.testing.assert_close(found[1], replies[1, 1])
+    torch.testing.assert_close(found[2], before[2])  # nobody has it
+    torch.testing.assert_close(found[3], (replies[0, 3] + 5 * replies[2, 3]) / 6)
+
+
+def test_clients_say_how_many_they_hold(double):
+    _, data = example("outsiders")
+    method = focoop()
+    ids, up = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", method.initial)
+    for i, row in zip(ids, up["holds"], strict=True):
+        low, high = data.bounds[i, :2]
+        assert row.tolist() == np.bincount(data.y[low:high].numpy(), minlength=5).tolist()
+
+
+def planted(seed: int):
+    """20 classes; 3 clients × 40 outsiders, of which 30 lie near classes and the rest nowhere near."""
+    draw = torch.Generator().manual_seed(seed)
+    classes = torch.randn(20, 2, 16, generator=draw)
+    away = 6 + torch.randn(120, 2, 16, generator=draw)
+    like = torch.randperm(120, generator=draw)[:30]
+    away[like] = classes[torch.arange(30) % 20] + 0.3 * torch.randn(30, 2, 16, generator=draw)
+    return classes, away, set(like.tolist())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_class_like_outsiders_are_found(double, seed):
+    classes, away, like = planted(seed)
+    plan = match(classes, away, relax=0.1)
+    torch.testing.assert_close(plan.sum(1), torch.full((20,), 1 / 20), rtol=0, atol=1e-12)
+    found = set(plan.sum(0).sort(descending=True).indices[:30].tolist())
+    assert len(found & like) >= 29
+
+
+def test_the_server_drops_them_and_draws_classes_near(double):
+    classes, away, like = planted(1)
+    before = {"context": classes, "outsiders": away[:40]}
+    up = {"outsiders": away.view(3, 40, 2, 16)}
+    merge = Transport(seemly=0.25, steady=0.5)
+    after = merge.settle(before, up, Cohort(None, np.arange(3), 1))  # type: ignore[arg-type]
+    kept = [int((away == row).flatten(1).all(1).nonzero()[0]) for row in after["outsiders"]]
+    assert len(kept) == 40 and not set(kept) & like
+    apart = torch.cdist(classes.flatten(1), away[sorted(like)].flatten(1)).min(1).values
+    nearer = torch.cdist(after["context"].flatten(1), away[sorted(like)].flatten(1)).min(1).values
+    assert (nearer < apart).all() and after["context"].norm() > 0.7 * classes.norm()
+
+
+def test_calibration_is_a_barycentre(double):
+    draw = torch.Generator().manual_seed(3)
+    classes, away = torch.randn(2, 1, 3, generator=draw), torch.randn(4, 1, 3, generator=draw)
+    plan = torch.tensor([[0.1, 0.3, 0.1, 0.0], [0.0, 0.0, 0.0, 0.5]])
+    found = calibrated(classes, away, plan, torch.tensor([0, 1]), 0.6)
+    torch.testing.assert_close(found[0], 0.6 * classes[0] + 0.4 * (0.25 * away[0] + 0.75 * away[1]))
+    torch.testing.assert_close(found[1], classes[1])  # matched with none of the seemly
+
+
+def test_each_noun_keeps_its_least_class_like_version():
+    mass = torch.tensor([[0.5, 0.1, 0.2], [0.1, 0.3, 0.3]])
+    assert least(mass).tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"seemly": 0.0}, {"seemly": 1.0}, {"steady": 0.0}, {"keep_nouns": True}, {"relax": 50.0}]
+)
+def test_the_server_is_finite_whatever_it_is_told(double, change):
+    _, data = example("outsiders")
+    state, *_ = play(focoop(merge=Transport(**change)), data, 6)
+    assert all(v.isfinite().all() for v in state.shared.values())
+    assert state.shared["outsiders"].shape == (3, 2, 8)
+
+
+def test_all_outsiders_alike_is_no_division_by_zero(double):
+    same = torch.ones(4, 2, 3)
+    assert match(same, same, 0.1).isfinite().all()
+
+
+def test_one_client_with_one_example_of_one_class(double):
+    _, data = example("outsiders")
+    state, rows, scores, _ = play(focoop(), data, 6, ids=np.array([3]))
+    assert all(v.isfinite().all() for part in (state.shared, rows, scores) for v in part.values())
+
+
+def test_what_does_not_go_together_is_refused_in_words(double):
+    task = example("head")[0]
+    with pytest.raises(FedvlmError, match="works on shared parameters named context, outsiders"):
+        Method.build(parts.find("adapter", "head")(), Sgd(), Transport(), task)
+    with pytest.raises(FedvlmError, match="does not go with adapter=head"):
+        Method.build(parts.find("adapter", "head")(), Contrast(), parts.find("merge", "mean")(), task)
+    with pytest.raises(FedvlmError, match="count=100 outsider prompts, and there are 4 nouns"):
+        Outsiders(context=2).init(example("outsiders")[0], 1)
+    for wrong in ({"fusion": 1.5}, {"count": 0}):
+        with pytest.raises(FedvlmError, match=next(iter(wrong))):
+            Outsiders(**wrong)
+    with pytest.raises(FedvlmError, match="evenness=0"):
+        Bdro(evenness=0.0)
+
+
+def test_a_contrast_of_nothing_is_plain_training(double):
+    """μ = 0; and with μ the shared prompt comes nearer to the frozen model's words."""
+    task, data = example("lowrank")
+    adapter = parts.find("adapter", "lowrank")(context=2)
+
+    def shared(local):
+        return play(Method.build(adapter, local, parts.find("merge", "mean")(), task, 5), data, 6, rounds=2)[0].shared
+
+    torch.testing.assert_close(shared(Contrast(**RULES, contrast=0.0)), shared(Sgd(**RULES)))
+    gentle = RULES | {"lr": 0.02}
+
+    def near(local) -> float:
+        params = lift(shared(local) | {k: v for k, v in adapter.init(task, 5).items() if k in adapter.private})
+        return float((adapter.classes(task, params)[0] * task.names()).sum(-1).mean())
+
+    assert near(Contrast(**gentle, contrast=20.0)) > near(Sgd(**gentle)) + 1e-3
+
+
+def test_batches_of_padding_weigh_nothing(double):
+    """The soft maximum leaves padding out."""
+    task, data = example("outsiders")
+    params = spread(PROMPTS.init(task, 1), 1)
+    model, one = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
+    batch = next(one.batches(4))
+    rule, start = Bdro(), noise({k: params[k] for k in ("context", "outsiders")}, one, 0.01)
+    wide = Batch(
+        torch.cat([batch.x, batch.x[:, :2]], 1), torch.cat([batch.y, batch.y[:, :2]], 1),
+        torch.cat([batch.weight, torch.zeros(1, 2)], 1), batch.step,
+    )  # fmt: skip
+    torch.testing.assert_close(rule.robust(model, start)(params, batch), rule.robust(model, start)(params, wide))
+    assert NOUNS[:3] == task.nouns[:3]

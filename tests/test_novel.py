@@ -1,0 +1,478 @@
+"""Base-to-novel: who holds what, the measures by hand, the same in every engine and after a stop, and on paper."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import CLASSES as FIVE
+from conftest import TINY, example
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data import numbered
+from test_engines import told
+
+from fedvlm import parts, train
+from fedvlm.adapters.base import Task
+from fedvlm.cli import main
+from fedvlm.config import resolve
+from fedvlm.core import SPLITS, Cohort, FedvlmError, NoQuorum, lift, nbytes
+from fedvlm.data.federation import Federation, Layout, federate, halved
+from fedvlm.data.source import Item
+from fedvlm.engines.stacked import Stacked
+from fedvlm.evaluate import novel
+from fedvlm.evaluate.protocols import MEASURES
+from fedvlm.evaluate.views import evaluate
+from fedvlm.method import Method
+from fedvlm.report.figures import LIGHT, gather
+from fedvlm.report.page import page
+from fedvlm.report.tables import summarise
+from fedvlm.runs import Run
+from fedvlm.tasks import CLASSES
+
+GIVEN = {"protocol": "base-to-novel", "partition": "disjoint", "clients": 2, "rounds": 3, "lr": 0.05, "seed": 7}
+
+
+def items_of(classes: int, each: int = 10, domains: tuple[str, ...] = ("all",)) -> list[Item]:
+    return [
+        Item(f"{d}/{c:03d}/{k}", d, f"{c:03d}", "") for d in domains for c in range(classes) for k in range(each)
+    ]  # fmt: skip
+
+
+def pool_of(classes: int, **how):
+    return halved(numbered(items_of(classes, **how)))
+
+
+def run_of(images, folder, name="fedot", **given):
+    setup = resolve(name, GIVEN | {"data": str(images)} | given)
+    return train.train(setup, train.load_pool(setup), folder)
+
+
+def rows_by_class(federation: Federation) -> np.ndarray:
+    """[clients, classes], over all splits."""
+    d = federation.data
+    return np.stack([np.bincount(d.y[b[0] : b[3]].numpy(), minlength=len(federation.task.classes)) for b in d.bounds])
+
+
+@pytest.mark.parametrize("classes,base", [(101, 50), (102, 51), (37, 18), (4, 2), (5, 2)])
+def test_classes_are_halved_as_listed(classes, base):
+    """FedDTL's Table 5: Food101 has 50 base classes (37,500 of 75,750 images), OxfordPet's 1,785 of 3,680 are 18 of 37."""
+    task = pool_of(classes).task
+    assert task.novel and len(task.classes) == base and len(task.novel.classes) == classes - base
+    assert (*task.classes, *task.novel.classes) == tuple(f"{c:03d}" for c in range(classes))
+
+
+def test_text_goes_with_its_class():
+    whole = numbered(items_of(7))
+    text = torch.arange(14.0).view(7, 2)
+    task = halved(replace(whole, task=whole.task._replace(text=text, dim=2))).task
+    assert torch.equal(task.names(), text[:3]) and task.novel and torch.equal(task.novel.names(), text[3:])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("iid", clients=5),
+        Layout("dirichlet", clients=5, alpha=0.1),
+        Layout("disjoint", clients=5),
+        Layout("disjoint", clients=5, shots=4),
+        Layout("pathological", clients=5, per_client=4),
+        Layout("domain"),
+        Layout("domain-dirichlet", clients=3, alpha=0.3),
+        Layout("pooled"),
+    ],
+    ids=str,
+)
+def test_nobody_holds_a_novel_image(layout):
+    """And everybody's test images are those of the usual split, each half numbered from 0."""
+    domains = ("art", "photo") if layout.partition.startswith(("domain", "pool")) else ("all",)
+    items = items_of(11, domains=domains)
+    whole = numbered(items)
+    federation, usual = federate(halved(whole), layout, 3), federate(whole, replace(layout, shots=0), 3)
+    held = {items[int(k)].label for k in federation.items}
+    assert held == {f"{c:03d}" for c in range(5)} == set(federation.task.classes)
+    assert [int(v) for v in federation.data.x[:, 0]] == federation.items.tolist()  # a row is the item it says it is
+    for row, k in zip(federation.data.y, federation.items, strict=True):
+        assert federation.task.classes[int(row)] == items[int(k)].label
+    test = {int(usual.items[r]) for low, high in usual.data.bounds[:, 2:] for r in range(low, high)}
+    trained = {int(federation.items[r]) for low, high in federation.data.bounds[:, :2] for r in range(low, high)}
+    seen = set()
+    for half, first in (("base", 0), ("novel", 5)):
+        x, y = federation.data.halves[half]
+        assert [f"{int(c) + first:03d}" for c in y] == [items[int(k)].label for k in x[:, 0]]
+        seen |= {int(k) for k in x[:, 0]}
+    assert seen == test and not seen & trained
+
+
+@pytest.mark.parametrize("clients", [1, 3, 5, 50])
+def test_disjoint_gives_each_class_to_one_client(clients):
+    federation = federate(pool_of(101), Layout("disjoint", clients=clients), 9)
+    cells = rows_by_class(federation)
+    assert ((cells > 0).sum(0) == 1).all() and np.ptp((cells > 0).sum(1)) <= 1  # equal category counts
+    assert cells.sum() == 50 * 10
+    dealt = federate(pool_of(101), Layout("pathological", clients=clients), 9)
+    assert (rows_by_class(dealt) == cells).all()
+
+
+def test_what_cannot_be_halved_says_so():
+    with pytest.raises(FedvlmError, match=r"needs four or more, and data=numbered has 3: 000, 001, 002"):
+        pool_of(3)
+    with pytest.raises(FedvlmError, match=r"no test image of a base class; give split="):
+        federate(pool_of(6), Layout("iid", clients=2, split=(80, 20, 0)), 0)
+    with pytest.raises(FedvlmError, match=r"per_client=2: partition=disjoint deals each class to one client"):
+        federate(pool_of(6), Layout("disjoint", clients=2, per_client=2), 0)
+    with pytest.raises(FedvlmError, match=r"deals 3 classes to clients=4"):
+        federate(pool_of(6), Layout("disjoint", clients=4), 0)
+
+
+def test_data_without_classes_is_refused(tmp_path):
+    (tmp_path / "roles.jsonl").write_text('{"role": "a", "text": "' + "to be or not " * 40 + '"}\n')
+    data = str(tmp_path / "roles.jsonl")
+    setup = resolve("fedavg-lstm", {"data": data, "protocol": "base-to-novel", "domains": 0})
+    with pytest.raises(FedvlmError, match=r"protocol=base-to-novel is for classes, and data=.* is text"):
+        train.load_pool(setup)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_the_harmonic_mean_lies_between_and_nearer_the_smaller(one, other):
+    found = novel.harmonic(one, other)
+    assert found is not None and found == novel.harmonic(other, one)
+    assert min(one, other) - 1e-9 <= found <= (one + other) / 2 + 1e-9
+    assert novel.harmonic(None, one) is None and novel.harmonic(one, None) is None
+
+
+def test_the_harmonic_mean_by_hand():
+    assert novel.harmonic(0.5, 1.0) == pytest.approx(2 / 3)
+    assert novel.harmonic(0.0, 0.0) == 0.0 and novel.harmonic(0.0, 0.9) == 0.0
+
+
+def test_measures_by_hand():
+    """Two clients, three base classes of 2, 4 and 0 test images, one novel class of 5. The first trains on classes 0 and 2,
+    the second on 1 and 2; the model of the first knows class 0 only, of the second all."""
+    right = {"base": np.array([[2.0, 0, 0], [2, 4, 0]]), "novel": np.array([[1.0], [4]])}
+    held = np.array([[True, False, True], [False, True, True]])
+    sizes = {"base": np.array([2, 4, 0]), "novel": np.array([5])}
+    assert novel.measures(right, held, sizes) == {
+        "local": 1.0,
+        "base": round((2 / 6 + 1) / 2, 6),
+        "novel": 0.5,
+        "hm": round(2 * (2 / 3) * 0.5 / (2 / 3 + 0.5), 6),
+    }
+    alone = novel.measures({"base": right["base"]}, held, sizes)
+    assert alone["novel"] is None and alone["hm"] is None and alone["base"] == round(2 / 3, 6)
+    nothing = np.array([[False, False, True]] * 2)  # nobody's classes have a test image
+    assert novel.measures(right, nothing, sizes)["local"] is None
+
+
+@pytest.mark.parametrize("partition", ["disjoint", "iid", "dirichlet"])
+def test_zero_shot_by_hand(images, tmp_path, partition):
+    """From embeddings and class names alone: base among base names, novel among novel names."""
+    record = run_of(images, tmp_path / "run", "zero-shot", partition=partition).info["result"]["last"]
+    setup = resolve("zero-shot", GIVEN | {"data": str(images), "partition": partition})
+    pool = train.load_pool(setup)
+    federation = federate(pool, setup.config, 7)
+    text = {"base": pool.task.text, "novel": pool.task.novel.text}
+    assert (pool.task.classes, pool.task.novel.classes) == (FIVE[:2], FIVE[2:])
+    right = {}
+    for half, (x, y) in federation.data.halves.items():
+        assert len(y) == 3 * 2 * len(text[half])  # domains × test images × classes
+        right[half] = ((x @ text[half].mT).argmax(-1) == y).double()
+        assert record[half] == pytest.approx(float(right[half].mean()), abs=1e-6)
+    assert record["hm"] == pytest.approx(2 / (1 / record["base"] + 1 / record["novel"]), abs=1e-5)
+    y, local = federation.data.halves["base"][1], []
+    for low, high, *_ in federation.data.bounds:
+        mine = torch.isin(y, federation.data.y[low:high])
+        local += [float(right["base"][mine].mean())] if high > low else []
+    assert record["local"] == pytest.approx(np.mean(local), abs=1e-6)
+    if partition == "iid":
+        assert record["local"] == record["base"]
+    if partition == "disjoint":  # a client holds every image of its classes
+        assert record["local"] == pytest.approx(record["P"], abs=1e-6)
+
+
+def test_own_models_by_hand(images, tmp_path):
+    """FedOT, from the rows it left: each client's map on everybody's base test images, then the mean."""
+    run = run_of(images, tmp_path / "run", engine="serial")
+    setup = resolve("fedot", GIVEN | {"data": str(images), "engine": "serial"})
+    method, federation = train.prepare(setup, train.load_pool(setup))
+    engine = train.connect(setup, method, federation, run)
+    state, round = run.load()
+    x, y = federation.data.halves["base"]
+    base, local = [], []
+    for i, (low, high, *_) in enumerate(federation.data.bounds):
+        params = method.local.personal(engine.rows.read(np.array([i]), round), lift(state.shared))
+        right = (method.model.logits(params, x[None])[0].argmax(-1) == y).double()
+        base.append(float(right.mean()))
+        local.append(float(right[torch.isin(y, federation.data.y[low:high])].mean()))
+    shared = (method.model.logits(method.shared(state.shared), x[None])[0].argmax(-1) == y).double().mean()
+    last = run.info["result"]["last"]
+    assert last["base"] == pytest.approx(np.mean(base), abs=1e-6)
+    assert last["local"] == pytest.approx(np.mean(local), abs=1e-6)
+    assert last["base_to_novel"]["shared"]["base"] == pytest.approx(float(shared), abs=1e-6)
+    assert last["base_to_novel"]["personal"] == {m: last[m] for m in MEASURES}
+    assert last["base_to_novel"]["shared"] != last["base_to_novel"]["personal"]  # disjoint: own maps know own classes
+
+
+def test_a_classifier_of_its_own_classes_has_no_novel(images, tmp_path):
+    last = run_of(images, tmp_path / "run", "fedavg").info["result"]["last"]
+    assert last["novel"] is None and last["hm"] is None and last["base"] > 0.5
+    assert last["base_to_novel"]["shared"] == last["base_to_novel"]["personal"]
+
+
+def test_what_shares_nothing_has_no_shared_view(images, tmp_path):
+    last = run_of(images, tmp_path / "run", "fedot-all-local").info["result"]["last"]
+    assert set(last["base_to_novel"]) == {"personal"} and last["local"] > last["base"]
+
+
+OPENING = [n for n in parts.names("adapter") if parts.find("adapter", n).learns is CLASSES]
+
+
+@pytest.mark.parametrize("name", OPENING)
+def test_an_adapter_opens_just_where_no_parameter_is_a_class(name, double):
+    """Who says so answers among names it never saw, as many as they are; who does not has parameters by class."""
+    task, data = example(name)
+    adapter = parts.find("adapter", name)(**TINY.get(name, {}))
+    few, strange = (task._replace(classes=task.classes[k], text=task.names()[k]) for k in (slice(3), slice(3, None)))
+    params = adapter.init(few, 1)
+    same = {k: v.shape for k, v in params.items()} == {k: v.shape for k, v in adapter.init(task, 1).items()}
+    assert adapter.opens == same, f"adapter={name}: say `opens`, or why not"
+    if adapter.opens:
+        found = adapter.logits(strange, lift(params), data.x[None, :4])
+        assert found.shape == (1, 4, 2) and found.isfinite().all()
+        assert not torch.equal(found, adapter.logits(few, lift(params), data.x[None, :4])[..., :2])
+
+
+def test_class_specific_prompts_do_not_open():
+    prompt = parts.find("adapter", "prompt")
+    assert prompt().opens and not prompt(specific=True).opens
+
+
+@pytest.mark.parametrize("name", ["fedot", "fedclip", "fedclip-perfedavg", "promptfolio"])
+def test_in_processes_as_in_one(images, tmp_path, name):
+    """Loopback and serial to the bit; several clients side by side to rounding."""
+    short = {"rounds": 1, "epochs": 1} if name == "promptfolio" else {"rounds": 2}
+    serial, apart = (run_of(images, tmp_path / e, name, engine=e, **short) for e in ("serial", "loopback"))
+    assert told(serial) == told(apart)
+    beside = run_of(images, tmp_path / "stacked", name, engine="stacked", chunk=2, **short)
+    for one, other in zip(told(serial), told(beside), strict=True):
+        for view, found in one["base_to_novel"].items():
+            assert other["base_to_novel"][view] == pytest.approx(found, abs=0.06)  # one of 18 images may fall otherwise
+    assert told(beside)[0]["base_to_novel"] == told(serial)[0]["base_to_novel"]
+
+
+def test_a_reply_of_another_shape_is_refused(images, tmp_path):
+    setup = resolve("fedclip", GIVEN | {"data": str(images), "engine": "loopback"})
+    method, federation = train.prepare(setup, train.load_pool(setup))
+    engine = train.connect(setup, method, federation, Run(tmp_path))
+    try:
+        for step in ("open.shared", "open.personal"):
+            agreed = engine.expected(step, method.initial)
+            assert {k: shape for k, (shape, _) in agreed.items()} == {"base": (1, 2), "novel": (1, 3)}
+        (tmp_path / "log.txt").touch()
+        ((_, up),) = engine.run("open.shared", np.array([1]), method.initial, 1, 0)
+        assert {k: tuple(v.shape) for k, v in up.items()} == {"base": (1, 2), "novel": (1, 3)}
+    finally:
+        engine.close()
+
+
+class Spy:
+    """Counts what is asked of whom; some never answer."""
+
+    def __init__(self, engine, deaf=()):
+        self.engine, self.deaf, self.asked = engine, deaf, []
+
+    def run(self, step, ids, down, round, exchange):
+        self.asked.append((step, ids.tolist()))
+        yield from self.engine.run(step, np.array([i for i in ids if i not in self.deaf], np.int64), down, round, 0)
+
+
+@pytest.mark.parametrize("name", ["fedclip", "fedot"])
+def test_the_shared_model_is_asked_about_once(images, name):
+    """Of one client, and of the next where that one is silent; what it costs is counted beside training."""
+    setup = resolve(name, GIVEN | {"data": str(images), "clients": 2, "partition": "iid"})
+    method, federation = train.prepare(setup, train.load_pool(setup))
+    spy = Spy(Stacked(method, federation.data, 2))
+    cohort = Cohort(spy, np.arange(2), 1)
+    whole = evaluate(method, federation, cohort, method.initial)
+    own = [("open.personal", [0, 1])] if method.personalises else []
+    assert spy.asked == [("score", [0, 1]), ("open.shared", [0]), *own]
+    assert cohort.bytes_down == nbytes(method.initial) * (2 + 1 + 2 * len(own))
+    bare = Cohort(Stacked(method, replace(federation.data, halves={}), 2), np.arange(2), 1)
+    evaluate(method, replace(federation, data=replace(federation.data, halves={})), bare, method.initial)
+    assert cohort.bytes_up == bare.bytes_up + 4 * sum(len(t.classes) for t in method.halves.values()) * (
+        1 + 2 * len(own)
+    )
+    spy = Spy(Stacked(method, federation.data, 2), deaf=(0,))
+    part = evaluate(method, federation, Cohort(spy, np.arange(2), 1), method.initial)
+    assert spy.asked[1:3] == [("open.shared", [0]), ("open.shared", [1])]
+    assert part["base_to_novel"]["shared"] == whole["base_to_novel"]["shared"]
+    with pytest.raises(NoQuorum):
+        novel.base_to_novel(method, federation, Cohort(Spy(spy.engine, (0, 1)), np.arange(2), 1), method.initial)
+
+
+def test_training_costs_what_it_always_did(images, tmp_path):
+    last = run_of(images, tmp_path / "run", "fedclip").rounds()[-1]
+    assert last["bytes_down"] == 2 * 131584 * 4 and last["score_bytes_down"] == 3 * 131584 * 4
+
+
+def test_who_is_held_out_has_no_say(images, tmp_path):
+    """Domains as clients; the held-out one trains nothing, and its own model is nobody's."""
+    run = run_of(images, tmp_path / "run", partition="domain", unseen="noto")
+    last = run.info["result"]["last"]
+    setup = resolve("fedot", GIVEN | {"data": str(images), "partition": "domain", "unseen": "noto"})
+    method, federation = train.prepare(setup, train.load_pool(setup))
+    spy = Spy(Stacked(method, federation.data, 2))
+    novel.base_to_novel(method, federation, Cohort(spy, np.arange(3), 1), method.initial)
+    assert spy.asked[1] == ("open.personal", [1, 2]) and federation.names[0] == "noto"
+    assert last["G"] is not None and last["local"] == last["base"]  # both domains have both base classes
+
+
+@pytest.mark.parametrize("engine", ["serial", "loopback"])
+def test_stopped_and_resumed_it_says_the_same(images, tmp_path, engine, monkeypatch):
+    whole = run_of(images, tmp_path / "whole", "fedclip", engine=engine)
+    inner, saves = Run.save, []
+
+    class Stop(Exception):
+        pass
+
+    def stopping(self, state, round):
+        inner(self, state, round)
+        saves.append(round)
+        if round == 1:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", stopping)
+        with pytest.raises(Stop):
+            run_of(images, tmp_path / "cut", "fedclip", engine=engine)
+    assert saves == [0, 1] and not Run(tmp_path / "cut").done
+    assert main(["resume", str(tmp_path / "cut")]) == 0
+    assert told(Run(tmp_path / "cut")) == told(whole) and told(whole)[-1]["novel"] is not None
+    assert Run(tmp_path / "cut").info["result"]["last"]["hm"] == whole.info["result"]["last"]["hm"]
+
+
+def test_it_is_another_run_than_without(images, tmp_path):
+    run_of(images, tmp_path / "run", "fedavg")
+    with pytest.raises(FedvlmError, match=r"holds another run \(it differs in protocol\)"):
+        run_of(images, tmp_path / "run", "fedavg", protocol="one")
+    here, there = (resolve("fedavg", GIVEN | {"data": str(images), "protocol": p}) for p in ("base-to-novel", "one"))
+    assert train.place(here, train.load_pool(here)) != train.place(there, train.load_pool(there))
+    info = Run(tmp_path / "run").info
+    assert tuple(info["data"]["classes"]) == FIVE[:2] and tuple(info["data"]["novel"]) == FIVE[2:]
+
+
+@pytest.fixture(scope="module")
+def bench(images, tmp_path_factory):
+    """Three methods × two seeds, with what was printed and written."""
+    out = tmp_path_factory.mktemp("novel")
+    words = ["bench", "zero-shot", "fedclip", "fedavg", f"data={images}", "seeds=1,2", "rounds=2", "jobs=1", "lr=0.01"]
+    words += ["protocol=base-to-novel", "partition=disjoint", "clients=2", "shots=4", f"out={out / 'runs'}"]
+    assert main([*words, "--csv", str(out / "t.csv"), "--latex", str(out / "t.tex")]) == 0
+    return out
+
+
+def test_bench_prints_the_four_columns(bench, capsys):
+    assert main(["compare", str(bench / "runs")]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:5] == ["method", *MEASURES] and " G " not in head
+    rows = {line.split()[0]: line for line in lines}
+    assert rows["fedavg"].count("–") >= 2 and rows["fedclip"].count("±") == 4
+    assert any(line.startswith("local: clients' own models") for line in lines)
+
+
+def test_files_have_them_too(bench):
+    found = [Run(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
+    assert len(found) == 6
+    with (bench / "t.csv").open() as file:
+        rows = {r["method"]: r for r in csv.DictReader(file)}
+    assert list(rows["fedclip"])[:5] == ["method", *MEASURES] and rows["fedavg"]["novel"] == ""
+    for m in MEASURES:
+        values = [100 * r.info["result"]["last"][m] for r in found if r.info["method"] == "fedclip"]
+        assert float(rows["fedclip"][m]) == pytest.approx(np.mean(values))
+        assert float(rows["fedclip"][f"{m}_std"]) == pytest.approx(np.std(values, ddof=1))
+    tex = (bench / "t.tex").read_text()
+    assert r"Method & local & base & novel & hm \\" in tex and r"{lrrrr}" in tex and "fedavg & " in tex
+
+
+def test_the_page_draws_them_by_round(bench, tmp_path):
+    found = [Run(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
+    line = next(x for x in gather(found, LIGHT) if x.label == "fedclip")
+    for m in MEASURES:
+        by_round = np.mean([[100 * r[m] for r in run.rounds()] for run in found if run.info["method"] == "fedclip"], 0)
+        assert line.over(m)[0] == pytest.approx(by_round)
+    page(found, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert "<b>novel</b>" in html and "<b>G</b>" not in html
+    assert all(f"<th>{m}</th>" in html for m in MEASURES) and "2 classes trained on and 3 kept from everybody" in html
+    assert "fedclip" in html and "zero-shot by more than two standard errors (hm" in html
+
+
+def test_both_protocols_in_one_table(bench, images, tmp_path):
+    """Side by side, each with its own columns, and a method's two rows told apart."""
+    setup = resolve("fedclip", {"data": str(images), "unseen": "noto", "rounds": 1})
+    usual = train.train(setup, train.load_pool(setup), tmp_path / "usual")
+    found = [Run(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))]
+    table = summarise([usual, *found])
+    assert table.columns[1:8] == ["G", "P", "C", *MEASURES]
+    one, other = sorted(table.rows, key=lambda r: "base-to-novel" in r["method"])
+    assert one["novel"] == "–" and one["G"] != "–" and other["novel"] != "–" and other["G"] == "–"
+    assert "protocol=base-to-novel" in other["method"] and "protocol" not in one["method"]
+
+
+def test_published_numbers_stand_beside(bench, monkeypatch):
+    from fedvlm.report import tables
+
+    numbers = {"local": 80.0, "base": 79.5, "novel": 82.0, "hm": 80.7, "G": 1.0, "source": "a table"}
+    monkeypatch.setattr(tables, "paper_numbers", lambda info: numbers)
+    table = summarise([Run(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))])
+    assert table.rows[0]["paper local/base/novel/hm"] == "80.00 / 79.50 / 82.00 / 80.70"
+    assert "paper G/P/C" not in table.columns
+
+
+def test_dry_says_what_is_kept(images, capsys):
+    words = [f"{k}={v}" for k, v in (GIVEN | {"data": images}).items()]
+    assert main(["run", "fedot", *words, "--dry"]) == 0
+    text = capsys.readouterr().out
+    assert "nobody trains on 3 novel classes, which adapter=rotation cannot be asked about" in text
+    assert "12 of base and 18 of novel classes" in text
+
+
+def test_it_predicts_among_base_classes(images, tmp_path, capsys):
+    run_of(images, tmp_path / "run", "fedavg")
+    picture = sorted((images / "noto" / "train").iterdir())[0]
+    assert main(["predict", str(tmp_path / "run"), str(picture)]) == 0
+    assert any(name in capsys.readouterr().out for name in FIVE[:2])
+
+
+def test_on_a_gpu_the_tower_is_copied_once():
+    """`to` moves both halves, and they share the backbone's own tower as before."""
+    tower = torch.nn.Linear(2, 2)
+    inner = Task(("c",), torch.ones(1, 2), 2, 1.0, tower)
+    moved = Task(("a",), torch.zeros(1, 2), 2, 1.0, tower, novel=inner).to(torch.device("meta"))
+    assert moved.novel and moved.tower is moved.novel.tower and moved.tower is not tower
+    assert moved.names().is_meta and moved.novel.names().is_meta and moved.novel.classes == ("c",)
+
+
+def test_splits_are_those_of_every_protocol():
+    """Taking classes away moves no image of the others between train and test."""
+    items = items_of(9)
+    whole = numbered(items)
+    for seed in (0, 1):
+        found = []
+        for pool in (whole, halved(whole)):
+            federation = federate(pool, Layout("iid", clients=1), seed)
+            low, *ends = federation.data.bounds[0]
+            parts_of = dict(zip(SPLITS, np.split(federation.items, [e - low for e in ends[:-1]]), strict=True))
+            found.append({s: {int(k) for k in v if int(items[int(k)].label) < 4} for s, v in parts_of.items()})
+        assert found[0] == found[1]
+
+
+def test_methods_without_the_protocol_answer_nothing():
+    task, data = example("head")
+    method = Method.build(
+        parts.find("adapter", "none")(), parts.find("local", "sgd")(), parts.find("merge", "mean")(), task
+    )
+    assert method.halves == {} and not data.halves
