@@ -390,7 +390,7 @@ def read(tower: TextTower, clients: int, size: dict[str, Any], device: str, roof
             plan = here.plan([known[k * len(known) // classes] for k in range(classes)], 16)
             context = torch.randn(clients, classes if own else 1, 16, here.token.shape[1], device=device) * 0.02
             along = torch.randn(clients, classes, len(here.projection), device=device)
-            bar = SHARE if kind is torch.bfloat16 else 0
+            bar = SHARE if kind is torch.bfloat16 and device != "cpu" else 0
 
             def forward(here: TextTower = here, plan: Plan = plan, context: Tensor = context) -> None:
                 with torch.no_grad():

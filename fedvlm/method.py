@@ -19,7 +19,7 @@ from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 
 # what a server may ask; nothing else crosses the wire
-STEPS = ("train", "gauge", "score", "detect", "open.shared", "open.personal", "diagnose")
+STEPS = ("train", "gauge", "score", "open.shared", "open.personal", "diagnose")
 
 
 GAUGES = ("before", "after")  # validation loss of what was sent and of what was trained, where a merge needs them
@@ -161,8 +161,6 @@ class Method:
             return own, self.gauge(own, lift(down), data)
         if step == "score":
             return own, self.score(own, down, data)
-        if step == "detect":
-            return own, self.detect(own, down, data)
         if step in ("open.shared", "open.personal"):
             return own, self.open(step.rpartition(".")[2], own, down, data)
         if step == "diagnose":
@@ -180,8 +178,11 @@ class Method:
         models = {"shared": (self._together, self.shared(down))} if self.generalises else {}
         if self.personalises:
             models["personal"] = (self._apart, self.personal(own, down, data))
-        for view, (parts, params) in models.items():
+        for view, (parts, raw) in models.items():
+            params = self.adapter.read(self.task, raw)
             up |= tally(view, cells, parts(params, data))
+            if data.outside is not None:
+                up |= self.detect(view, params, data)
             if data.corrupted is not None:  # of the test examples, over all their versions
                 sums = tally(view, cells, parts(params, data.bent()))[f"{view}.score"][:, 2]
                 up[f"{view}.corrupted"] = sums / data.corrupted.shape[1]
@@ -193,24 +194,22 @@ class Method:
 
     @property
     def detects(self) -> list[str]:
-        """The names of what `detect` answers."""
+        """The names of what `detect` tells."""
         return [f"{v}.{score}.{measure}" for v in self.views for score in SCORES for measure in MEASURES]
 
-    @torch.no_grad()
-    def detect(self, own: Params, down: Params, data: Data) -> Params:
-        """How well each client's test examples are told from those outside, by view, score and measure."""
+    def detect(self, view: str, params: Params, data: Data) -> Params:
+        """How well each client's test examples are told from those outside, by score and measure; −1 where it has none."""
         assert data.outside is not None
-        found: dict[str, list[float]] = {name: [] for name in self.detects}
-        mine = self.personal(own, down, data) if self.personalises else {}
+        found: dict[str, list[float]] = {name: [] for name in self.detects if name.startswith(f"{view}.")}
+        there = self._inside(params, data.outside) if view == "shared" else {}  # one model for all: looked at once
         for i in range(len(data)):
-            inside = data.x[int(data.bounds[i, 2]) : int(data.bounds[i, 3])]
-            models = {"shared": self.shared(down), "personal": one_of(mine, i)}
-            for view in self.views:
-                here, there = (self._inside(models[view], x) for x in (inside, data.outside))
-                for score in SCORES:
-                    for name, measure in MEASURES.items():
-                        value = measure(here[score], there[score])
-                        found[f"{view}.{score}.{name}"].append(np.nan if value is None else value)
+            mine = one_of(params, i)
+            here = self._inside(mine, data.x[int(data.bounds[i, 2]) : int(data.bounds[i, 3])])
+            away = there or self._inside(mine, data.outside)
+            for score in SCORES:
+                for name, measure in MEASURES.items():
+                    value = measure(here[score], away[score])
+                    found[f"{view}.{score}.{name}"].append(-1.0 if value is None else value)
         return {k: torch.tensor(v, dtype=torch.get_default_dtype()) for k, v in found.items()}
 
     def _inside(self, params: Params, x: Tensor) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ def load_pool(setup: Setup, progress: Progress | None = None) -> Pool:
         config.template,
         config.outsiders,
         config.corrupt,
-        adapter.reads_nouns and adapter.candidates,  # type: ignore[attr-defined]
+        adapter.candidates if adapter.reads_nouns else None,  # type: ignore[attr-defined]
     )
     key = (config.data, *how, backbone, adapter.reads, adapter.needs, config.protocol == OPEN)
     if key not in _kept():

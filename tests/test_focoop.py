@@ -11,8 +11,9 @@ import torch
 from conftest import NOUNS, example
 from test_contract import ABLE, RULES, play
 
-from fedvlm import parts
+from fedvlm import parts, train
 from fedvlm.adapters.outsiders import Outsiders
+from fedvlm.config import resolve
 from fedvlm.core import Batch, Cohort, FedvlmError, lift, spread
 from fedvlm.engines.stacked import Stacked
 from fedvlm.local.bdro import Bdro, noise
@@ -22,6 +23,7 @@ from fedvlm.local.sgd import Sgd
 from fedvlm.merge.classwise import by_class
 from fedvlm.merge.transport import Transport, calibrated, least, match
 from fedvlm.method import Method
+from fedvlm.use import export, from_run
 
 PROMPTS = Outsiders(context=2, count=3)
 
@@ -263,3 +265,28 @@ def test_batches_of_padding_weigh_nothing(double):
     )  # fmt: skip
     torch.testing.assert_close(rule.robust(model, start)(params, batch), rule.robust(model, start)(params, wide))
     assert NOUNS[:3] == task.nouns[:3]
+
+
+def test_outsiders_get_their_nouns_after_another_method_has_run(images, monkeypatch):
+    """The pool of a method without nouns once served for one with candidates=0: False is 0."""
+    monkeypatch.setattr("fedvlm.data.federation.nouns", lambda: ["anvil", "bird", "cloud", "treaty", "fruit", "moss"])
+    given = {"data": str(images), "template": "a sketch of a {}"}
+    assert train.load_pool(resolve("promptfl", given)).task.nouns == ()
+    far = train.load_pool(resolve("focoop", given | {"count": 2})).task.nouns
+    assert set(far) == {"anvil", "bird", "cloud", "treaty", "fruit", "moss"}
+    assert far.index("bird") > 2 and far.index("fruit") > 2  # class names are not far
+
+
+def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedvlm.data.federation.nouns", lambda: ["anvil", "cloud", "treaty", "moss", "anthem"])
+    given = {"data": str(images), "unseen": "noto", "rounds": 2, "count": 3, "context": 2, "shots": 2, "lr": 0.1}
+    given |= {"outsiders": str(images / "noto" / "bird"), "template": "an image of a {}"}
+    setup = resolve("focoop", given)
+    run = train.train(setup, train.load_pool(setup), tmp_path / "run")
+    record = run.rounds()[-1]
+    assert {"acc", "auroc", "fpr95", "seemly_mass"} <= record.keys() and record["acc"] == record["P"]
+    assert record["detection"]["newcomer"]["auroc"] <= 1 and run.info["data"]["nouns"]
+    picture = next((images / "noto" / "bird").iterdir())
+    for client in ("", "twemoji"):
+        assert from_run(run, client).predict([picture])[0]
+    assert len(export(run, tmp_path / "out")) >= 3

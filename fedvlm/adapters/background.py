@@ -69,7 +69,7 @@ class Background(Prompt):
     def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
         found = super().inside(task, params, x)
         if self.patchwise:
-            logits = everywhere(task, self.classes(task, params), x[:, :, 1:])
+            logits = everywhere(task, self.known(task, params), x[:, :, 1:])
             found["mcm"] = found["mcm"] + logits.softmax(-1).amax((-2, -1))
         return found
 

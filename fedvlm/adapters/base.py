@@ -15,6 +15,8 @@ from fedvlm.evaluate.detection import SCORES
 from fedvlm.seeds import generator
 from fedvlm.tasks import CLASSES, Kind, Objective
 
+READ = "read.words"  # among parameters: class vectors that were worked out beforehand
+
 
 class Task(NamedTuple):
     """What everybody may know: the classes, and how the frozen model sees their names."""
@@ -54,6 +56,9 @@ class Adapter:
     heavy: ClassVar[bool] = False  # whether a GPU is worth it
     most: ClassVar[int] = 1024  # clients side by side
     needs: ClassVar[str] = ""  # "image tower", "text tower": what of the backbone itself it calls
+    reads_words: ClassVar[bool] = (
+        False  # whether class vectors come out of a text tower, and `logits` takes them by `known`
+    )
     pairs: ClassVar[bool] = False  # whether what is private has a shared twin, and `public` is written
     reads_nouns: ClassVar[bool] = False  # whether it needs names of outsiders, and has a field `candidates`
     transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
@@ -76,6 +81,15 @@ class Adapter:
     def classes(self, task: Task, params: Params) -> Tensor:
         """The class vectors as adapted, [clients, classes, dim], where `aligns` says they are what changes."""
         raise NotImplementedError
+
+    def read(self, task: Task, params: Params) -> Params:
+        """The same parameters and, under READ, what of the model does not depend on an image: evaluation looks at many
+        images, and words need reading once."""
+        return params | {READ: self.classes(task, params)} if self.reads_words else params
+
+    def known(self, task: Task, params: Params) -> Tensor:
+        """The class vectors, read before or now."""
+        return params[READ] if READ in params else self.classes(task, params)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -41,6 +41,7 @@ class Lora(Adapter):
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
+    reads_words: ClassVar[bool] = True
     most: ClassVar[int] = 4
     block: ClassVar[int] = 256
 
@@ -92,7 +93,7 @@ class Lora(Adapter):
         return reader.above(hidden, plan, params, self.scale)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.classes(task, params).mT
+        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         features, text = self.features(task, params, batch.x), self.classes(task, params)

@@ -36,6 +36,7 @@ class Maple(Adapter):
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
+    reads_words: ClassVar[bool] = True
     most: ClassVar[int] = 4
     block: ClassVar[int] = 256
 
@@ -76,7 +77,7 @@ class Maple(Adapter):
         return reader.features(prompts, context, deep=params.get("deep"))
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.classes(task, params).mT
+        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         features = self.features(task, params, batch.x)

@@ -38,6 +38,7 @@ class Mma(Adapter):
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
+    reads_words: ClassVar[bool] = True
     most: ClassVar[int] = 4
     block: ClassVar[int] = 256
 
@@ -82,7 +83,7 @@ class Mma(Adapter):
         return reader.above(hidden, plan, beside=self.beside(params, "text")).to(kind(params))
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.classes(task, params).mT
+        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         features = self.features(task, params, batch.x)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import READ, Task
 from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.evaluate.detection import SCORES, mcm
@@ -59,6 +59,12 @@ class Outsiders(Prompt):
         classes = self.classes(task, params)
         return torch.cat([part.expand(max(len(nouns), len(classes)), -1, -1) for part in (classes, nouns)], dim=1)
 
+    def read(self, task: Task, params: Params) -> Params:
+        return params | {READ: self.prompts(task, params)}
+
+    def known(self, task: Task, params: Params) -> Tensor:
+        return params[READ][:, : len(task.classes)] if READ in params else self.classes(task, params)
+
     def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
         return task.scale * batch.x @ self.prompts(task, params).mT
 
@@ -76,5 +82,6 @@ class Outsiders(Prompt):
         return batch.mean(self.losses(logits, batch.y))
 
     def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        logits, classes = task.scale * x @ self.prompts(task, params).mT, len(task.classes)
+        every = params[READ] if READ in params else self.prompts(task, params)
+        logits, classes = task.scale * x @ every.mT, len(task.classes)
         return {k: score(logits[..., :classes]) for k, score in SCORES.items()} | {"mcm": mcm(logits, classes=classes)}

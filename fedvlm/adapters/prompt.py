@@ -32,6 +32,7 @@ class Prompt(Adapter):
 
     needs: ClassVar[str] = "text tower"
     aligns: ClassVar[str] = "classes"
+    reads_words: ClassVar[bool] = True
     heavy: ClassVar[bool] = True
     most: ClassVar[int] = 8
     block: ClassVar[int] = 1 << 16  # every prompt is read once for all examples
@@ -57,7 +58,7 @@ class Prompt(Adapter):
         return text_tower(task) if self.precision == "full" else halved(text_tower(task))
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * x @ self.classes(task, params).mT
+        return task.scale * x @ self.known(task, params).mT
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         text = self.classes(task, params)  # read once

@@ -38,6 +38,7 @@ from fedvlm.backbones.layers import (
     Beside,
     Change,
     Layer,
+    attend,
     changes,
     how_many,
     layers_of,
@@ -358,7 +359,7 @@ class TextTower:
         rows = (max(len(old), len(new), len(query)), new.shape[1])  # what all clients (or classes) share stands once
         both = torch.cat([part.expand(*rows, *part.shape[2:]) for part in (old, new)], -2).flatten(0, 1)
         asked = split(query, 1, self.heads)[:, :, 0].expand(*rows, -1, -1, -1).flatten(0, 1)
-        mixed = F.scaled_dot_product_attention(asked, both[:, 0], both[:, 1], attn_mask=seen)
+        mixed = attend(asked, both[:, 0], both[:, 1], seen)
         mixed = mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
         x = x + shift(F.linear(mixed, *layer.out), mixed, change, "out")
         return x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)

@@ -25,6 +25,7 @@ from fedvlm.backbones.layers import (
     Beside,
     Change,
     Layer,
+    attend,
     changes,
     how_many,
     layers_of,
@@ -116,7 +117,7 @@ class VisionTop:
         rows = (max(len(query), len(both)), x.shape[1])
         asked = split(query, 1, self.heads).expand(*rows, -1, -1, -1, -1).flatten(0, 1)
         held = split(both, 2, self.heads).expand(*rows, -1, -1, -1, -1).flatten(0, 1)
-        mixed = F.scaled_dot_product_attention(asked[:, 0], held[:, 0], held[:, 1])
+        mixed = attend(asked[:, 0], held[:, 0], held[:, 1])
         mixed = mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
         x = x + shift(F.linear(mixed, *layer.out), mixed, change, "out")
         x = x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedvlm.config import Setup
-from fedvlm.core import Data, FedvlmError, Params
+from fedvlm.core import Data, FedvlmError, Params, told
 from fedvlm.data.federation import Federation
 from fedvlm.engines.wire import HEAD, LIMIT, BadMessage, Expected, check, pack, unpack
 from fedvlm.method import Method
@@ -46,7 +46,7 @@ class Loopback:
             )
         self.method, self.names, self.folder, self.log = method, federation.names, folder, log
         self.timeout, self.tickets = setup.config.timeout, 0
-        self.bent = data.corrupted is not None
+        self.bent, self.outside = data.corrupted is not None, data.outside is not None
         self.workers: dict[int, Worker] = {}
         for i in range(len(federation.names)):
             prepare(folder / federation.names[i], setup, federation, data, i)
@@ -89,19 +89,18 @@ class Loopback:
         """What a client may answer: anything else is refused."""
         kind = torch.get_default_dtype()
         if step == "train":
-            shared = {k: ((1, *v.shape), v.dtype) for k, v in self.method.local.trained(down).items()}
+            shared = {k: ((1, *v.shape), v.dtype) for k, v in down.items() if not told(k)}
             return shared | {k: ((1, *shape), kind) for k, shape in self.method.sends.items()}
         if step == "gauge":
             return {"val": ((1,), kind)}
         if step.startswith("open."):
             return {half: ((1, len(task.classes)), kind) for half, task in self.method.halves.items()}
-        if step == "detect":
-            return dict.fromkeys(self.method.detects, ((1,), kind))
         if step == "score":
             views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
             names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
             bent = [f"{v}.corrupted" for v in views] if self.bent else []
-            return dict.fromkeys(names, ((1, 3), kind)) | dict.fromkeys(bent, ((1,), kind))
+            alone = bent + (self.method.detects if self.outside else [])
+            return dict.fromkeys(names, ((1, 3), kind)) | dict.fromkeys(alone, ((1,), kind))
         return dict.fromkeys(self.method.adapter.watches, ((1,), kind))
 
     def close(self) -> None:

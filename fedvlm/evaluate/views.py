@@ -39,22 +39,21 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Par
                 with np.errstate(invalid="ignore", divide="ignore"):
                     record[view]["corrupted"] = number(float(np.nanmean(bent.double().numpy()[pick] / count[pick, 2])))
     if federation.data.outside is not None:
-        record |= detection(method, federation, cohort, shared)
+        record |= detection(method, up, unseen)
     if federation.data.halves:
         record |= base_to_novel(method, federation, cohort, shared)
     if len(ids) <= EACH:
         record["clients"] = one_by_one(scores, [federation.names[i] for i in ids], unseen)
     bent = record.get("personal", {}).get("corrupted")
-    return record | headline(record) | ({} if bent is None else {"cacc": bent})
+    record |= headline(record)
+    return record | {"acc": record["P"]} | ({} if bent is None else {"cacc": bent})
 
 
-def detection(method: Method, federation: Federation, cohort: Cohort, shared: Params) -> dict[str, Any]:
+def detection(method: Method, up: Params, unseen: np.ndarray) -> dict[str, Any]:
     """By view, as means over the clients that have test examples: the measures of the first score under their own names,
     those of the others as score.measure. At the top, those of the clients' own models."""
-    tested = np.flatnonzero(federation.data.counts("test")[: federation.scored] > 0)
-    ids, up = cohort.ask_some(tested, "detect", shared)
-    unseen, found = np.isin(ids, federation.unseen), {}
-    for view, who in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
+    tested, found = up[method.detects[0]].numpy() >= 0, {}
+    for view, who in (("shared", tested & ~unseen), ("personal", tested & ~unseen), ("newcomer", tested & unseen)):
         source = "personal" if view == "personal" and method.personalises else "shared"
         if who.any() and source in method.views:
             found[view] = {

@@ -8,10 +8,11 @@ steps on
     − mean_ij ( min[ρA, clip(ρ, 1 − ε, 1 + ε) A] − β KL ),   ρ = π(a|x) / π_old(a|x, noise)
 
 KL to the reference is Eq. 9's estimate at the actions (kl=sampled; biased here, since actions come from the noisy old
-policy) or the sum over classes (kl=exact). σ is absolute, as published; relative=true takes it as a share of the
-embedding's length (24 on mini-clip, where σ = 0.1 hardly changes an action). Other algorithms (D.4) replace the first
-term: dr-grpo has no std and sums over the batch; dapo clips higher above; lite-ppo takes the std over the batch; gmpo a
-geometric mean over the batch, here of examples with A > 0 and A < 0 apart (Eq. 15 as printed is 0 once one A is).
+policy) or the sum over classes (kl=exact). σ is absolute, as published; relative=true multiplies it, in each dimension,
+by the embedding's length (24 on mini-clip, where σ = 0.1 hardly changes an action, and σ = 0.1 × 24 is noise 1.6 times as
+long as the embedding of 256 dimensions). Other algorithms (D.4) replace the first term: dr-grpo has no std and sums over
+the batch; dapo clips higher above; lite-ppo takes the std over the batch; gmpo, for each of the G draws, a geometric mean
+over the batch, here of examples with A > 0 and A < 0 apart (Eq. 15 as printed is 0 once one A is).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TwoStage(Sgd):
     actions: int = 3  # G, drawn for each image
     updates: int = 3  # a batch, in stage 2
     wander: float = 0.1  # σ of the noise on the embedding
-    relative: bool = False  # whether that is a share of the embedding's length
+    relative: bool = False  # whether that is multiplied by the embedding's length
     clip: float = 0.2  # ε
     clip_high: float = 0.28  # ε above 1, for dapo and gmpo
     tie: float = 0.5  # β, the weight of the KL
@@ -63,7 +64,8 @@ class TwoStage(Sgd):
             )
 
     def refuses(self, adapter: Adapter) -> str:
-        return "" if hasattr(adapter, "embed") else "needs embeddings before they are normalised; use adapter=lora"
+        able = hasattr(adapter, "embed") and getattr(adapter, "towers", "") != "text"
+        return "" if able else "needs embeddings before they are normalised; use adapter=lora towers=image (or both)"
 
     def sends(self, task: Task) -> dict[str, tuple[int, ...]]:
         return super().sends(task) | {"clipped": (), "flat": ()}
@@ -121,7 +123,9 @@ class TwoStage(Sgd):
         if self.algorithm == "lite-ppo":  # over all actions of the batch, padding left out
             share = weight[:, None] / reward.shape[1]
             mean = (reward * share).sum((1, 2), keepdim=True)
-            return away / (((reward - mean).square() * share).sum((1, 2), keepdim=True).sqrt() + LEAST)
+            many = ((weight > 0).sum(-1) * reward.shape[1])[:, None, None]
+            spread = (reward - mean).square().mul(share).sum((1, 2), keepdim=True) * many / (many - 1).clamp(min=1)
+            return away / (spread.sqrt() + LEAST)
         spread = reward.std(1, keepdim=True) if reward.shape[1] > 1 else torch.zeros_like(away[:, :1])
         return away / (spread + LEAST)
 
@@ -148,13 +152,13 @@ class TwoStage(Sgd):
 
 
 def geometric(gain: Tensor, share: Tensor) -> Tensor:
-    """Σ over both signs of sign × their share × the geometric mean of |gain|."""
+    """Σ over draws and both signs of sign × their share × the geometric mean of |gain| over the batch."""
     total = torch.zeros_like(gain[:, 0, 0])
     for sign in (1, -1):
         mine = ((sign * gain) > 0) * share
-        part = mine.sum((1, 2))
-        size = (mine * (sign * gain).clamp(min=torch.finfo(gain.dtype).tiny).log()).sum((1, 2)) / part.clamp(min=1e-12)
-        total = total + sign * part * size.exp()
+        part = mine.sum(2)
+        size = (mine * (sign * gain).clamp(min=torch.finfo(gain.dtype).tiny).log()).sum(2) / part.clamp(min=1e-12)
+        total = total + sign * (part * size.exp()).sum(1)
     return total
 
 

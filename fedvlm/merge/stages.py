@@ -1,6 +1,7 @@
 """FedDTL's schedule (2026, §3.3 and D.3): supervised until training accuracy stands still, then reinforced for good.
 
-The stage ends when the clients' mean training accuracy has moved by less than `calm` for `calm_rounds` rounds running.
+The stage ends when the clients' mean training accuracy has moved by less than `calm` for `calm_rounds` rounds running (the
+first round has none before it, and is never calm).
 From then on a reference goes down with the mean model: ½ (the model at the switch + the latest), or either of them.
 Clients that know of stages (local=two_stage) change their training when a reference comes; others do not mind it.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Task
-from fedvlm.core import REFERENCE, Cohort, Data, Params, State, told
+from fedvlm.core import REFERENCE, Cohort, Data, FedvlmError, Params, State, told
 from fedvlm.local.model import Model
 from fedvlm.merge.mean import Hear, Mean
 
@@ -30,6 +31,13 @@ class Stages(Mean):
     calm_rounds: int = 2  # T_r
     reference: Literal["mix", "latest", "final"] = "mix"
 
+    def __post_init__(self) -> None:
+        if self.calm < 0 or self.calm_rounds < 1:
+            raise FedvlmError(
+                f"calm={self.calm:g} must not be negative and calm_rounds={self.calm_rounds} at least 1; "
+                "stage=supervised never changes, stage=reinforced starts with it"
+            )
+
     def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
         return {"accuracy": ()}
 
@@ -40,7 +48,7 @@ class Stages(Mean):
         return {"accuracy": by_client(right, data, block)}
 
     def begin(self, model: Model, seed: int) -> tuple[Params, Params]:
-        return {}, {"stage.rounds": torch.zeros(()), "stage.calm": torch.zeros(()), "stage.accuracy": -torch.ones(())}
+        return {}, {"stage." + k: torch.zeros((), dtype=torch.float64) for k in ("rounds", "calm", "accuracy")}
 
     def round(self, state: State, cohort: Cohort) -> State:
         return self.train(state, cohort)
@@ -65,10 +73,10 @@ class Stages(Mean):
         total, _, kept = self.gather(state, cohort, own, beside=beside, hear=listen)
         accuracy = float(np.mean(found["accuracy"]))
         if not ready:
-            still = abs(accuracy - float(server["stage.accuracy"])) < self.calm
-            server["stage.calm"] = server["stage.calm"] + 1 if still else torch.zeros(())
+            still = server["stage.rounds"] > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.calm
+            server["stage.calm"] = server["stage.calm"] + 1 if still else torch.zeros_like(server["stage.calm"])
             server["stage.rounds"] = server["stage.rounds"] + 1
-        server["stage.accuracy"] = torch.tensor(accuracy)
+        server["stage.accuracy"] = torch.tensor(accuracy, dtype=torch.float64)
         cohort.notes |= {"stage": "reinforced" if ready else "supervised", "train_accuracy": accuracy}
         cohort.notes |= {k: float(np.mean(v)) for k, v in found.items() if ready and v and k != "accuracy"}
         shared = state.shared | {k: total[k].to(v.dtype) for k, v in own.items()}

@@ -11,6 +11,7 @@ their place, `blur` noise on each.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,6 +46,7 @@ class TextServer(Stages):
     reveals: ClassVar[str] = "embeddings of private images, and their labels"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (0 < self.upload <= 1 and self.groups >= 0 and self.blur >= 0):
             raise FedvlmError(
                 f"upload={self.upload:g} must be above 0 and at most 1, groups={self.groups}, blur={self.blur:g} 0 or more"
@@ -86,21 +88,25 @@ class TextServer(Stages):
 
     def lessen(self, z: Tensor, y: Tensor, data: Data, client: int) -> tuple[Tensor, Tensor]:
         """What of a client's embeddings is sent, with labels."""
-        if self.upload == 1 and not self.groups and not self.blur:
-            return z, y
-        source = generator(data.seed, data.round, 71, client)
-        order = torch.randperm(len(y), generator=source).to(y.device)
-        rows, labels = [], []
-        for label in y.unique().tolist():
-            mine = z[order[y[order] == label]]
-            mine = mine[: int(np.ceil(self.upload * len(mine)))]
-            if self.groups:
-                mine = torch.stack([part.mean(0) for part in mine.tensor_split(min(self.groups, len(mine)))])
-            rows.append(mine)
-            labels += [label] * len(mine)
-        kept = torch.cat(rows) if rows else z
-        kept = kept + self.blur * torch.randn(kept.shape, generator=source).to(kept)
-        return kept, torch.tensor(labels, dtype=y.dtype, device=y.device)
+        made = self.made_of(y, data, client)
+        first = torch.stack([rows[0] for rows in made]) if made else y.new_empty(0)
+        sent = torch.stack([z[rows].mean(0) for rows in made]) if self.groups and made else z[first]
+        if self.blur:
+            noise = torch.randn(sent.shape, generator=generator(data.seed, data.round, 73, client))
+            sent = sent + self.blur * noise.to(sent)
+        return sent, y[first]
+
+    def made_of(self, y: Tensor, data: Data, client: int) -> list[Tensor]:
+        """The rows that go into each embedding that is sent: one, or a group's."""
+        if self.upload == 1 and not self.groups:
+            return list(torch.arange(len(y), device=y.device).split(1))
+        order = torch.randperm(len(y), generator=generator(data.seed, data.round, 71, client)).to(y.device)
+        made: list[Tensor] = []
+        for label in y.unique():
+            mine = order[y[order] == label]
+            mine = mine[: max(1, math.ceil(self.upload * len(mine) - 1e-9))]  # 0.28 × 25 is 7.000000000000001: means 7
+            made += mine.tensor_split(min(self.groups or len(mine), len(mine)))
+        return made
 
     def refuses(self, adapter: Adapter) -> str:
         fits = getattr(adapter, "towers", "") == "image"
