@@ -89,6 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     command(commands.predict, "classify images with a run or an exported folder", RUN, images, CLIENT, CSV, masks)
     out = ("--out", {"metavar": "FOLDER", "help": "default: RUN/export"})
     command(commands.export, "a folder to deploy from", RUN, out, CLIENT)
+    what_if = ("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"})
+    command(commands.attack, "what embeddings that clients sent give away of their images", RUNS, what_if, CSV)
     what = ("what", {"choices": ("methods", "adapters", "local", "merges", "data")})
     command(commands.ls, "what there is", what)
     command(commands.show, "a method, resolved, with every key", METHOD, PAIRS)

@@ -248,6 +248,31 @@ def export(args: argparse.Namespace) -> None:
     console.out.print(f"{folder}: {', '.join(written)}")
 
 
+def attack(args: argparse.Namespace) -> None:
+    import csv
+
+    from fedvlm import console, runs
+    from fedvlm.privacy.attack import attack as measure
+    from fedvlm.privacy.attack import table, why_not
+    from fedvlm.use import setup_of
+
+    found = runs.find(args.runs)
+    silent = [r for r in found if not r.info.get("reveals")]
+    if len(silent) == len(found):
+        raise FedvlmError(f"{found[0].folder.name}: {why_not('')}")
+    for r in silent:
+        console.out.print(f"{r.folder.name} is left out: {why_not('')}", style="dim")
+    rows: list[dict[str, Any]] = []
+    for r in (r for r in found if r not in silent):
+        rows += measure(r, encoded(setup_of(r.info)), args.what_if)
+    console.show(table(rows))
+    if args.csv:
+        with Path(args.csv).open("w", newline="") as out:
+            writer = csv.DictWriter(out, list(dict.fromkeys(k for row in rows for k in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
 def ls(args: argparse.Namespace) -> None:
     from fedvlm import console, parts
     from fedvlm.config import recipe, recipes

@@ -18,6 +18,7 @@ from fedvlm.adapters.base import Task
 from fedvlm.backbones.base import Backbone, look, towers
 from fedvlm.config import resolve
 from fedvlm.core import FedvlmError, Params, lift
+from fedvlm.data.federation import in_words
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import nearest
 from fedvlm.evaluate.protocols import OPEN
@@ -105,10 +106,10 @@ def from_run(run: Run, client: str = "") -> Predictor:
         raise FedvlmError(f"{run.folder} learned to continue text; predict and export are for images")
     backbone = backbones.load(setup.config.backbone)
     classes = info["data"]["classes"]
-    phrases = [setup.config.template.replace("{}", c.replace("_", " ").lower()) for c in classes]
+    phrases = in_words(setup.config.template, classes)
     text = backbone.texts(phrases) if backbone.dim else None
     task = Task(tuple(classes), text, backbone.dim, backbone.scale, towers(backbone, setup.adapter.needs))
-    task = task._replace(nouns=tuple(info["data"].get("nouns", ())))
+    task = task._replace(nouns=tuple(info["data"].get("nouns", ())), phrases=phrases)
     method = Method.build(setup.adapter, setup.local, setup.merge, task, setup.config.seed)
     names = info["clients"]
     if client and client not in names:
@@ -185,5 +186,6 @@ def load(folder: str | Path) -> Predictor:
     adapter = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
     text = params.pop("task.text", None)
     task = Task(tuple(about["classes"]), text, about["dim"], about["scale"], towers(backbone, adapter.needs))
-    task = task._replace(nouns=tuple(about.get("nouns", ())))
+    phrases = in_words(about["template"], about["classes"])
+    task = task._replace(nouns=tuple(about.get("nouns", ())), phrases=phrases)
     return Predictor(backbone, Model(adapter, task), params, about["whose"])

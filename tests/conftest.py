@@ -67,9 +67,9 @@ PATCHED = ("transported", "background", "gallop")  # they read patches
 TINY |= {name: {"context": 2} for name in (*PATCHED, "conditional", "lapt")}
 TINY["gallop"] |= {"wholes": 2, "details": 2, "nearest": 2}
 TINY["lapt"] |= {"count": 3}
-LAYERED = ("lora", "visual", "maple", "mma")  # they change layers of both towers
+LAYERED = ("lora", "visual", "maple", "mma", "crossed")  # they change layers of both towers
 TINY |= {"lora": {"rank": 2, "projections": ("q", "k", "v", "out")}, "visual": {"tokens": 2, "deep": True}}
-TINY |= {"maple": {"depth": 2}, "mma": {"size": 3}}
+TINY |= {"maple": {"depth": 2}, "mma": {"size": 3}, "crossed": {"context": 2, "tokens": 2, "size": 3}}
 
 
 @lru_cache
@@ -141,8 +141,10 @@ def layered(task: Task) -> tuple[Task, Data]:
     """Activations of four patches and a class token, and the class names as the tiny towers read them."""
     data, reader = random_data(task), tiny_pair().text
     lift = torch.randn(5 * 12, task.dim, generator=torch.Generator().manual_seed(4))
-    text = reader.features(reader.phrases([f"a photo of a {name}" for name in task.classes]))[0]
-    return task._replace(tower=tiny_pair(), text=text), replace(data, x=(data.x.to(lift) @ lift.T).view(-1, 5, 12))
+    phrases = tuple(f"a photo of a {name}" for name in task.classes)
+    text = reader.features(reader.phrases(phrases))[0]
+    task = task._replace(tower=tiny_pair(), text=text, phrases=phrases)
+    return task, replace(data, x=(data.x.to(lift) @ lift.T).view(-1, 5, 12))
 
 
 def example(adapter: str) -> tuple[Task, Data]:

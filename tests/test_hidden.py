@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedvlm import train
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.crossed import Crossed
 from fedvlm.adapters.lora import Lora
 from fedvlm.adapters.maple import Maple
 from fedvlm.adapters.mma import Mma
@@ -23,6 +27,7 @@ from fedvlm.backbones.base import form, look, towers
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import Both, VisionTop
 from fedvlm.cli import main
+from fedvlm.config import resolve
 from fedvlm.core import Batch, FedvlmError, Params, lift
 
 TEXTS = (
@@ -115,7 +120,7 @@ def test_layers_that_are_not_there_are_refused(clip, view):
 
 
 def test_a_backbone_without_towers_says_so():
-    with pytest.raises(FedvlmError, match="no both towers"):
+    with pytest.raises(FedvlmError, match="has no image and text towers to give"):
         towers(load("pixels:32"), "both towers")
 
 
@@ -283,10 +288,7 @@ def test_lora_starts_zero_shot_and_trains_what_it_says(task, side, layers):
     logits, aligned = adapter.both(about, moved, batch)
     assert far(logits, adapter.logits(about, moved, seen)) == 0 and far(logits, expected) > 0.1
     assert far(aligned, adapter.classes(about, moved) if side == "text" else adapter.features(about, moved, seen)) == 0
-    assert (
-        adapter.opens
-        and adapter.logits(about._replace(classes=("a", "b"), text=about.text[:2]), moved, seen).shape[-1] == 2
-    )
+    assert adapter.opens and adapter.logits(about.some(slice(2)), moved, seen).shape[-1] == 2
 
 
 def test_lora_draws_from_the_seed_alone(task):
@@ -298,11 +300,27 @@ def test_lora_draws_from_the_seed_alone(task):
     assert 0.9 < float(drawn.abs().max()) * 12**0.5 <= 1 and len(drawn.flatten().unique()) == drawn.numel()
 
 
-def test_lora_needs_the_runs_template_and_two_towers(task):
-    with pytest.raises(FedvlmError, match="is not the run's template"):
-        Lora(phrase="{} {} {}").init(task[0], 1)
-    with pytest.raises(FedvlmError, match="must hold"):
-        Lora(phrase="a photo").init(task[0], 1)
+@pytest.mark.parametrize("kind", [Lora, Mma])
+def test_the_phrases_of_all_classes_are_needed(task, kind):
+    for some in ((), task[0].phrases[1:]):
+        with pytest.raises(FedvlmError, match=f"Task.phrases holds {len(some)} phrases for 5 classes"):
+            kind().init(task[0]._replace(phrases=some), 1)
+    assert Lora(towers="image").init(task[0]._replace(phrases=()), 1), "clients of a text server read none"
+
+
+@pytest.mark.parametrize("engine", ["serial", "loopback"])
+@pytest.mark.parametrize("method", ["fedlora", "pfedmma", "feddtl"])
+def test_any_template_starts_zero_shot(method, engine, images, tmp_path):
+    given = {"data": str(images), "template": "{}, as if drawn", "rounds": 0, "protocol": "base-to-novel"}
+    found = []
+    for name, more in (("zero-shot", {}), (method, {"layers": 1, "engine": engine})):
+        setup = resolve(name, given | more)
+        found.append(train.train(setup, train.load_pool(setup), tmp_path / name).info["result"]["last"])
+    assert all(found[0][k] == pytest.approx(found[1][k], abs=0.02) for k in ("local", "base", "novel"))
+    assert found[0]["personal"]["val_loss"] == pytest.approx(found[1]["personal"]["val_loss"], abs=1e-4)
+
+
+def test_lora_needs_two_towers(task):
     with pytest.raises(FedvlmError, match="two towers"):
         Lora().init(task[0]._replace(tower=None), 1)
     with pytest.raises(FedvlmError, match="rank=0"):
@@ -414,6 +432,34 @@ def with_images(model, hidden: Tensor, tokens: Tensor) -> Tensor:
     return model.visual_projection(model.vision_model.post_layernorm(hidden[:, 0]))
 
 
+def test_crossed_prompts_are_the_shared_ones_until_a_client_has_its_own(task):
+    """Plainly: with own = shared, or nothing private, MaPLe's towers with these vectors; else the equation, by hand."""
+    about, data = task
+    adapter, reader = Crossed(context=2, tokens=3, size=4), about.tower.text
+    start = adapter.init(about, 1)
+    assert set(adapter.private) == set(start) - {"context", "tokens"}
+    assert far(start["context"][0], reader.phrase("a photo")) == 0
+    moved = {k: (v + noise(*v.shape, seed=s))[None] for s, (k, v) in enumerate(start.items())}
+    for params in (lift(start), adapter.public(moved)):
+        text = reader.features(reader.plan(about.classes, 2), params["context"])
+        image = about.tower.image.features(data.x[None], tokens=params["tokens"])
+        assert far(adapter.classes(about, params), text) < 1e-12
+        assert far(adapter.features(about, params, data.x[None]), F.normalize(image, dim=-1)) < 1e-12
+    for prompt in ("context", "tokens"):
+        shared, own = moved[prompt][0, 0], moved[f"own.{prompt}"][0, 0]
+        query, key, value, out = (moved[f"fuse.{prompt}.{part}"][0] for part in ("query", "key", "value", "out"))
+        expected = torch.empty_like(shared)
+        for i, mine in enumerate(own):
+            weights = torch.stack([(query @ mine) @ (key @ one) / 2 for one in shared]).softmax(0)
+            added = sum(w * (out @ (value @ one)) for w, one in zip(weights, shared, strict=True))
+            expected[i] = (shared[i] + mine) / 2 + added
+        assert far(adapter.fused(moved, prompt)[0, 0], expected) < 1e-12
+    with pytest.raises(FedvlmError, match="tokens=0"):
+        Crossed(tokens=0)
+    with pytest.raises(FedvlmError, match="has 4 words"):
+        Crossed(context=5).init(about, 1)
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_mma_is_a_small_network_beside_each_layer(task, layers):
     """Plainly: hooks on Hugging Face's own layers."""
@@ -449,10 +495,11 @@ def test_mma_is_a_small_network_beside_each_layer(task, layers):
         assert far(text[client], words(model, [f"a photo of a {name}" for name in about.classes])) < 1e-10
 
 
-@pytest.mark.parametrize("method", ["fedlora", "vpt", "vpt-deep", "fedmaple", "pfedmma"])
+@pytest.mark.parametrize("method", ["fedlora", "vpt", "vpt-deep", "fedmaple", "pfedmma", "pfeddc"])
 def test_a_run_from_images_to_predictions(method, images, tmp_path, capsys):
     """On mini-clip; what was learned predicts the same from its folder as from the run."""
-    out, cut = tmp_path / "run", {"vpt": ["layers=1"], "vpt-deep": ["layers=1"], "fedmaple": ["layers=1", "depth=1"]}
+    out, cut = tmp_path / "run", {"fedmaple": ["layers=1", "depth=1"]}
+    cut |= {name: ["layers=1"] for name in ("vpt", "vpt-deep", "pfeddc")}
     words = [f"data={images}", "unseen=noto", "rounds=1", "epochs=1", "shots=2", *cut.get(method, [])]
     assert main(["run", method, *words, f"out={out}"]) == 0
     capsys.readouterr()
@@ -471,3 +518,23 @@ def test_clients_in_processes_of_their_own_agree(images, tmp_path):
         assert main(["run", "fedlora", *words, f"engine={engine}", f"out={tmp_path / engine}"]) == 0
     one, other = ((tmp_path / e / "state.safetensors").read_bytes() for e in ("serial", "loopback"))
     assert one == other
+
+
+@pytest.mark.parametrize("kind", [Lora, Visual, Maple, Mma, Crossed])
+def test_halves_are_near_and_what_is_learned_stays_whole(kind, clip, pictures):
+    """On mini-clip: bfloat16 towers, float32 parameters and results."""
+    classes = ("cat", "ox", "grand piano")
+    phrases = tuple(f"a photo of a {c}" for c in classes)
+    about = Task(classes, clip.texts(phrases), clip.dim, clip.scale, clip.both_towers, phrases=phrases)
+    full = kind(layers=1, **({"depth": 1} if kind is Maple else {}))
+    half = replace(full, precision="half")
+    start = full.init(about, 1)
+    params = {k: (v + 0.02 * torch.randn(v.shape))[None].requires_grad_() for k, v in start.items()}
+    x = look(clip, pictures, "hidden@-1")[None]
+    found = [adapter.features(about, params, x) for adapter in (full, half)]
+    assert far(*found) > 1e-6 and float((found[0] * found[1]).sum(-1).detach().min()) > 0.999
+    logits = [adapter.logits(about, params, x) for adapter in (full, half)]
+    assert 0 < far(*logits) < 0.5 and logits[1].dtype == torch.float32
+    slopes = [torch.autograd.grad(one.square().sum(), list(params.values())) for one in logits]
+    flat = [torch.cat([g.flatten() for g in one]) for one in slopes]
+    assert float(F.cosine_similarity(*flat, dim=0)) > 0.98 and flat[1].dtype == torch.float32

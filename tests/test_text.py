@@ -46,8 +46,9 @@ def cases(clip) -> dict[tuple[str, torch.dtype], Case]:
             weight.add_(torch.randn(weight.shape, generator=draw) * 0.2)
     models = {"mini-clip": deepcopy(clip.model).cpu(), "random": random}
     made = {(name, torch.float32): Case(m, TextTower.of(m, clip.tokenizer)) for name, m in models.items()}
-    for (name, _), (model, tower) in list(made.items()):
-        made[name, torch.float64] = Case(deepcopy(model).double(), tower.to(dtype=torch.float64))
+    for name, model in models.items():
+        wide = deepcopy(model).double()
+        made[name, torch.float64] = Case(wide, TextTower.of(wide, clip.tokenizer))
     return made
 
 

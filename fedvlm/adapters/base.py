@@ -28,6 +28,7 @@ class Task(NamedTuple):
     tower: Any = None  # the backbone's own, image or text, where an adapter needs it
     nouns: tuple[str, ...] = ()  # names far from every class, farthest first, where an adapter needs them
     novel: Task | None = None  # classes that nobody trains on, where a protocol keeps some
+    phrases: tuple[str, ...] = ()  # what `text` was made of, a class each; none where the backbone has no text tower
 
     def names(self) -> Tensor:
         if self.text is None:
@@ -36,6 +37,11 @@ class Task(NamedTuple):
                 "use init_from=random (the recipe fedot-random-head does)"
             )
         return self.text
+
+    def some(self, which: slice) -> Task:
+        """The same with these classes only."""
+        text = None if self.text is None else self.text[which]
+        return self._replace(classes=self.classes[which], text=text, phrases=self.phrases[which])
 
     def to(self, device: torch.device) -> Task:
         moved = None if self.text is None else self.text.to(device)

@@ -2,9 +2,9 @@
 towers; everything else stays.
 
 A projection W becomes W + scale · B A, with A [rank, width] at random (Kaiming, uniform) and B [width, rank] = 0: round 0 is
-zero-shot. logits = the backbone's scale · cos(image, text of `phrase`). Parameters, all shared: `image.{i}.{projection}.A`,
-`….B`, `text.{i}.{projection}.A`, `….B`, i = 0, 1, … the trained layers from the lowest up. A and B are averaged separately,
-and the mean of B A is not the product of the means: that is FedLoRA as published.
+zero-shot. logits = the backbone's scale · cos(image, class name in the run's template). Parameters, all shared:
+`image.{i}.{projection}.A`, `….B`, `text.{i}.{projection}.A`, `….B`, i = 0, 1, … the trained layers from the lowest up. A and
+B are averaged separately, and the mean of B A is not the product of the means: that is FedLoRA as published.
 
 CLIP-LoRA itself changes q, k and v of all layers (layers=0) at rank 2 with scale 1/√rank; FedDTL q, k, v and out of the last
 3 of 12 at rank 4 with scale 1. For rules that look at one tower: `embed` is the image embedding before it is normalised,
@@ -24,10 +24,11 @@ from torch.nn import functional as F
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.backbones.text import Below, Plan, TextTower
 from fedvlm.backbones.vision import Both
-from fedvlm.core import Batch, FedvlmError, Params, lift
+from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import generator
 
 Projection = Literal["q", "k", "v", "out"]
+Precision = Literal["full", "half"]  # half: frozen towers compute in bfloat16, what is learned stays float32
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Lora(Adapter):
     projections: tuple[Projection, ...] = ("q", "k", "v")
     scale: float = 1.0  # of B A
     towers: Literal["both", "image", "text"] = "both"  # that are trained
-    phrase: str = "a photo of a {}"  # what the text tower reads; must be the run's template
+    precision: Precision = "full"
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
@@ -63,6 +64,8 @@ class Lora(Adapter):
 
     def init(self, task: Task, seed: int) -> Params:
         both = towers_of(task)
+        if self.towers != "image":
+            phrases(task)
         sizes = {
             "image": (both.image.width, len(both.image.last(self.layers).layers)),
             "text": (both.text.width, len(both.text.last(self.layers))),
@@ -74,13 +77,12 @@ class Lora(Adapter):
                     drawn = torch.rand(self.rank, width, generator=generator(seed, 53, side, i, p))
                     params[f"{tower}.{i}.{projection}.A"] = (2 * drawn - 1) / width**0.5
                     params[f"{tower}.{i}.{projection}.B"] = torch.zeros(width, self.rank)
-        same_words(task, self.classes(task, lift(params))[0], self.phrase)
         return params
 
     def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         """The image embedding before it is normalised, [clients, examples, dim]; of activations hidden@−layers."""
-        top = towers_of(task).image.last(self.layers)
-        return top.features(x.to(kind(params)), params, self.scale)
+        top = towers_of(task, self.precision).image.last(self.layers)
+        return top.features(x, params, self.scale).to(kind(params))
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x.to(kind(params)) if self.towers == "text" else F.normalize(self.embed(task, params, x), dim=-1)
@@ -88,8 +90,8 @@ class Lora(Adapter):
     def classes(self, task: Task, params: Params) -> Tensor:
         if self.towers == "image":
             return task.names()[None].to(kind(params))
-        reader = towers_of(task).text
-        plan, hidden = read(reader, phrases(task, self.phrase), self.layers)
+        reader = towers_of(task, self.precision).text
+        plan, hidden = read(reader, phrases(task), self.layers)
         return reader.above(hidden, plan, params, self.scale)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
@@ -100,26 +102,29 @@ class Lora(Adapter):
         return task.scale * features @ text.mT, text if self.aligns == "classes" else features
 
 
-def towers_of(task: Task) -> Both:
+def towers_of(task: Task, precision: Precision = "full") -> Both:
     if not isinstance(task.tower, Both):
         raise FedvlmError("this adapter changes a CLIP's own layers, and this backbone has no two towers to give")
-    return task.tower
+    return task.tower if precision == "full" else halved(task.tower)
+
+
+@lru_cache(maxsize=4)
+def halved(towers: Both) -> Both:
+    return towers.to(dtype=torch.bfloat16)
 
 
 def kind(params: Params) -> torch.dtype:
     return next(iter(params.values())).dtype
 
 
-def phrases(task: Task, phrase: str) -> tuple[str, ...]:
-    if "{}" not in phrase:
-        raise FedvlmError(f"phrase='{phrase}' must hold {{}} where the class name goes")
-    return tuple(phrase.replace("{}", name.replace("_", " ").lower()) for name in task.classes)
-
-
-def same_words(task: Task, text: Tensor, phrase: str) -> None:
-    """Round 0 must be zero-shot: the phrases read here are those the class names were embedded with."""
-    if float((text * task.names().to(text)).sum(-1).min()) < 0.99:
-        raise FedvlmError(f"phrase='{phrase}' is not the run's template; give both alike (template='…' phrase='…')")
+def phrases(task: Task) -> tuple[str, ...]:
+    """What the class names were embedded with, so that round 0 is zero-shot."""
+    if len(task.phrases) != len(task.classes):
+        raise FedvlmError(
+            f"Task.phrases holds {len(task.phrases)} phrases for {len(task.classes)} classes, and this adapter's text tower "
+            "reads them; give those that Task.text was made of, one a class"
+        )
+    return task.phrases
 
 
 @lru_cache(maxsize=8)

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.adapters.lora import towers_of
+from fedvlm.adapters.lora import Precision, towers_of
 from fedvlm.adapters.prompt import plan
+from fedvlm.backbones.text import TextTower
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import generator
 
@@ -33,6 +34,7 @@ class Maple(Adapter):
     depth: int = 3  # layers of each tower that get vectors of their own
     layers: int = 0  # of the image tower, the last, that see them; 0 is all
     phrase: str = "a photo of a"  # words to start from; none: noise
+    precision: Precision = "full"
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
@@ -55,24 +57,20 @@ class Maple(Adapter):
             raise FedvlmError(f"depth={self.depth}: the towers have {most} layers for it; use depth=1 to {most}")
         draw = generator(seed, 61)
         deep = 0.02 * torch.randn(self.depth, n, width, generator=draw)  # the first where there are no words
-        words = reader.phrase(self.phrase)[:n] if self.phrase else deep[0]
-        if len(words) < n or n < 1:
-            raise FedvlmError(
-                f"context={n}: phrase='{self.phrase}' has {len(words)} words to start from; phrase= is noise"
-            )
+        words = first_words(reader, self.phrase, deep[0])
         weight, bias = (2 * torch.rand(self.depth, top.width, k, generator=draw) - 1 for k in (width, 1))
         coupled = {"couple.weight": weight / width**0.5, "couple.bias": bias[..., 0] / width**0.5}
         more = {"deep": deep[1:]} if self.depth > 1 else {}
-        return {"context": words[None].to(deep), **more, **coupled}
+        return {"context": words[None], **more, **coupled}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         vectors = torch.cat([params["context"], *([params["deep"]] if "deep" in params else [])], 1)
         tokens = vectors @ params["couple.weight"].mT + params["couple.bias"][:, :, None]
-        top = towers_of(task).image.last(self.layers)
-        return F.normalize(top.features(x.to(tokens.dtype), tokens=tokens), dim=-1)
+        top = towers_of(task, self.precision).image.last(self.layers)
+        return F.normalize(top.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
 
     def classes(self, task: Task, params: Params) -> Tensor:
-        reader, context = towers_of(task).text, params["context"]
+        reader, context = towers_of(task, self.precision).text, params["context"]
         prompts = plan(reader, task.classes, context.shape[2], "end")
         return reader.features(prompts, context, deep=params.get("deep"))
 
@@ -82,3 +80,11 @@ class Maple(Adapter):
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         features = self.features(task, params, batch.x)
         return task.scale * features @ self.classes(task, params).mT, features
+
+
+def first_words(reader: TextTower, phrase: str, noise: Tensor) -> Tensor:
+    """As many vectors as there are of noise [n, width]: the first words of the phrase, or the noise where there is none."""
+    n, words = len(noise), reader.phrase(phrase).to(noise) if phrase else noise
+    if len(words) < n or n < 1:
+        raise FedvlmError(f"context={n}: phrase='{phrase}' has {len(words)} words to start from; phrase= is noise")
+    return words[:n]

@@ -2,9 +2,9 @@
 towers, whose middle both towers and all clients share.
 
 A layer's result gets + scale · up(relu(middle(relu(down(norm₁ x))))). down and up belong to one tower and stay private;
-middle, one a layer and the same in both towers, is all that travels. logits = the backbone's scale · cos(image, text of
-`phrase`). Parameters: `middle` [layers, size, size]; private `image.down` [layers, size, width], `image.up` [layers, width,
-size], `text.down`, `text.up`; and a bias each (`middle.bias`, …).
+middle, one a layer and the same in both towers, is all that travels. logits = the backbone's scale · cos(image, class
+name in the run's template). Parameters: `middle` [layers, size, size]; private `image.down` [layers, size, width],
+`image.up` [layers, width, size], `text.down`, `text.up`; and a bias each (`middle.bias`, …).
 
 Our reading: up starts at 0, so that round 0, and a newcomer in any round, is zero-shot (multi-modal adapters start all at
 random with scale 0.001, and rescale gradients); from 0, scale is no more than a pace, and 1.
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.adapters.lora import kind, phrases, read, same_words, towers_of
+from fedvlm.adapters.lora import Precision, kind, phrases, read, towers_of
 from fedvlm.backbones.layers import Beside
-from fedvlm.core import Batch, Params, lift, linear
+from fedvlm.core import Batch, Params, linear
 from fedvlm.seeds import generator
 
 OWN = tuple(f"{tower}.{part}{bias}" for tower in ("image", "text") for part in ("down", "up") for bias in ("", ".bias"))
@@ -34,7 +34,7 @@ class Mma(Adapter):
     size: int = 32  # of the middle
     layers: int = 2  # that get one, the last of each tower; 0 is all (of towers of equal depth)
     scale: float = 1.0  # of what is added
-    phrase: str = "a photo of a {}"  # what the text tower reads; must be the run's template
+    precision: Precision = "full"
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
@@ -52,6 +52,7 @@ class Mma(Adapter):
 
     def init(self, task: Task, seed: int) -> Params:
         both, size = towers_of(task), self.size
+        phrases(task)
         layers = len(both.image.last(self.layers).layers)
         both.text.last(layers)
         draw, params = generator(seed, 67), {}
@@ -60,7 +61,6 @@ class Mma(Adapter):
             params[f"{name}.bias"] = torch.zeros(layers, size)
         for tower, width in (("image", both.image.width), ("text", both.text.width)):
             params |= {f"{tower}.up": torch.zeros(layers, width, size), f"{tower}.up.bias": torch.zeros(layers, width)}
-        same_words(task, self.classes(task, lift(params))[0], self.phrase)
         return params
 
     def beside(self, params: Params, tower: str) -> Beside:
@@ -74,12 +74,12 @@ class Mma(Adapter):
         return added
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        top = towers_of(task).image.last(self.layers)
-        return F.normalize(top.features(x.to(kind(params)), beside=self.beside(params, "image")), dim=-1)
+        top = towers_of(task, self.precision).image.last(self.layers)
+        return F.normalize(top.features(x, beside=self.beside(params, "image")).to(kind(params)), dim=-1)
 
     def classes(self, task: Task, params: Params) -> Tensor:
-        reader, layers = towers_of(task).text, params["middle"].shape[1]
-        plan, hidden = read(reader, phrases(task, self.phrase), layers)
+        reader, layers = towers_of(task, self.precision).text, params["middle"].shape[1]
+        plan, hidden = read(reader, phrases(task), layers)
         return reader.above(hidden, plan, beside=self.beside(params, "text")).to(kind(params))
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.adapters.lora import towers_of
+from fedvlm.adapters.lora import Precision, towers_of
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import generator
 
@@ -28,6 +28,7 @@ class Visual(Adapter):
     tokens: int = 8
     layers: int = 0  # of the image tower, the last, that see them; 0 is all
     deep: bool = False  # new ones at each layer
+    precision: Precision = "full"
 
     needs: ClassVar[str] = "both towers"
     heavy: ClassVar[bool] = True
@@ -54,8 +55,8 @@ class Visual(Adapter):
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         tokens = params["tokens"]
-        top = towers_of(task).image.last(self.layers)
-        return F.normalize(top.features(x.to(tokens.dtype), tokens=tokens), dim=-1)
+        top = towers_of(task, self.precision).image.last(self.layers)
+        return F.normalize(top.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return against_names(task, self.features(task, params, x))

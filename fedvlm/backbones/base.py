@@ -57,13 +57,14 @@ def look(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor
 
 
 def towers(backbone: Backbone, needed: str) -> Any:
-    """A CLIP's own image or text tower; None where none is needed."""
+    """A CLIP's own image or text tower, or both; None where none is needed."""
     if not needed:
         return None
     found = getattr(backbone, needed.replace(" ", "_"), None)
     if found is None:
+        what = needed.replace("both", "image and text")
         raise FedvlmError(
-            f"backbone={backbone.name} gives no {needed}, and this adapter needs one; use a CLIP in Hugging Face format"
+            f"backbone={backbone.name} has no {what} to give, and this adapter needs it; use a CLIP in Hugging Face format"
         )
     return found
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fedvlm.core import FedvlmError, Params
@@ -51,18 +52,23 @@ def plain(*modules: Any) -> Affine:
 
 
 def layers_of(encoder: Any) -> tuple[Layer, ...]:
-    """Of a Hugging Face CLIP encoder, sharing its weights (but for the fused query, key and value)."""
+    """Of a Hugging Face CLIP encoder, sharing its weights but for the fused query, key and value and, with some
+    activations (see `smooth`), fc₁ and fc₂."""
     return tuple(
         Layer(
             plain(block.layer_norm1),
             plain(block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj),
             plain(block.self_attn.out_proj),
             plain(block.layer_norm2),
-            plain(block.mlp.fc1),
-            plain(block.mlp.fc2),
+            scaled(plain(block.mlp.fc1), factor, factor),
+            scaled(plain(block.mlp.fc2), 1 / factor, 1),
         )
-        for block in encoder.layers
+        for block, factor in ((b, smooth(b.mlp.activation_fn)[1]) for b in encoder.layers)
     )
+
+
+def scaled(affine: Affine, weight: float, bias: float) -> Affine:
+    return affine if weight == 1 else (weight * affine[0], bias * affine[1])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -93,20 +99,66 @@ def changes(lora: Params | None, tower: str, layers: int, scale: float, like: Te
     return list(found)
 
 
-def shift(out: Tensor, x: Tensor, change: Change, *projections: str) -> Tensor:
-    """What these projections of x [clients, rows, places, width] gave, one behind the other, with their changes."""
-    if not any(p in change for p in projections):
-        return out
-    parts = [
-        part + low_rank(x, *change[p]) if p in change else part
-        for p, part in zip(projections, out.chunk(len(projections), -1), strict=True)
-    ]
-    clients = max(map(len, parts))
-    return parts[0] if len(parts) == 1 else torch.cat([p.expand(clients, -1, -1, -1) for p in parts], -1)
+def project(x: Tensor, affine: Affine, change: Change, *projections: str) -> Tensor:
+    """These projections of x [clients, rows, places, width], one behind the other, with their changes."""
+    mine = [change[p] for p in projections if p in change]
+    if not mine:
+        return F.linear(x, *affine)
+    down = torch.cat([part for part, _ in mine], 1)
+    if x.is_cuda:  # whose fast products come in eights
+        down = F.pad(down, (0, 0, 0, -down.shape[1] % 8))
+    rank, each, at, rows = down.shape[1], len(affine[0]) // len(projections), 0, []
+    for p in projections:  # a row of blocks for each: its own up, between nothing
+        up = change[p][1] if p in change else down.new_zeros(len(down), each, 0)
+        rows.append(F.pad(up, (at, rank - at - up.shape[2])))
+        at += up.shape[2]
+    return LowRank.apply(x, *affine, down, torch.cat(rows, 1))  # type: ignore[no-any-return]
 
 
-def low_rank(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    return (x.flatten(1, 2) @ down.mT @ up.mT).unflatten(1, x.shape[1:3])
+class LowRank(torch.autograd.Function):
+    """x Wᵀ + b + (x Aᵀ) Bᵀ by client, W and b frozen. By hand, for what autograd would do in passes over all of x: the
+    change is added where the product already lies, and of each slope there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        inner = x.flatten(1, 2) @ down.mT
+        ctx.save_for_backward(x, weight, down, up, inner)
+        out = added(F.linear(x, weight, bias).flatten(1, 2), inner, up.mT)
+        return out.unflatten(1, x.shape[1:3])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor]:
+        x, weight, down, up, inner = ctx.saved_tensors
+        places = slope.shape[1:3]
+        back = slope.flatten(1, 2) @ up
+        of_down = across(back.unflatten(1, places), x).sum_to_size(down.shape)
+        of_up = across(slope, inner.unflatten(1, places)).sum_to_size(up.shape)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = added((slope @ weight).flatten(1, 2), back, down).unflatten(1, places).sum_to_size(x.shape)
+        return of_x, None, None, of_down, of_up
+
+
+def added(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """out + x @ weight, client by client; in place where out is not common to clients."""
+    clients = max(len(out), len(x), len(weight))
+    x, weight = (part.expand(clients, -1, -1) for part in (x, weight))
+    return out.baddbmm_(x, weight) if len(out) == clients else torch.baddbmm(out, x, weight)
+
+
+def across(one: Tensor, other: Tensor) -> Tensor:
+    """oneᵀ other over a client's rows and places. Such a product is narrow and deep: a GPU needs it in pieces, a row each,
+    to be busy."""
+    if one.is_cuda:
+        return (one.mT @ other).sum(1)
+    return one.flatten(1, 2).mT @ other.flatten(1, 2)
+
+
+def smooth(activation: Any) -> tuple[Callable[[Tensor], Tensor], float]:
+    """An activation f and a factor a, to be put into the weights before and taken out behind: the given one is f(a x)/a.
+    CLIP's x σ(1.702 x) is three passes forward and five back; silu, x σ(x), is one each."""
+    return (F.silu, 1.702) if type(activation).__name__ == "QuickGELUActivation" else (activation, 1.0)
 
 
 def split(x: Tensor, parts: int, heads: int) -> Tensor:

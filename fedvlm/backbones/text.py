@@ -44,7 +44,8 @@ from fedvlm.backbones.layers import (
     layers_of,
     moved,
     plain,
-    shift,
+    project,
+    smooth,
     split,
 )
 from fedvlm.core import FedvlmError, Params
@@ -116,7 +117,7 @@ class TextTower:
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any) -> TextTower:
-        """From a Hugging Face CLIPModel, sharing its weights (but for the fused query, key and value)."""
+        """From a Hugging Face CLIPModel, sharing its weights where `layers_of` does."""
         text = model.text_model
         return cls(
             text.embeddings.token_embedding.weight.detach(),
@@ -126,7 +127,7 @@ class TextTower:
             model.text_projection.weight.detach(),
             text.config.num_attention_heads,
             text.config.layer_norm_eps,
-            text.encoder.layers[0].mlp.activation_fn,  # no weights of its own
+            smooth(text.encoder.layers[0].mlp.activation_fn)[0],
             tokenizer,
         )
 
@@ -321,9 +322,10 @@ class TextTower:
         for i, (layer, old) in enumerate(zip(layers, past, strict=False)):
             x, change = how.enter(i, x), how.at(i)
             normed = self._norm(x, layer.norm1)
-            query, both = F.linear(normed, *layer.qkv).split([x.shape[-1], 2 * x.shape[-1]], -1)
-            kept.append(split(shift(both, normed, change, "k", "v"), 2, self.heads))
-            x = self._block(layer, x, shift(query, normed, change, "q"), old, kept[-1], seen, change)
+            asked = project(normed, layer.qkv, change, "q", "k", "v")
+            query, both = asked.split([x.shape[-1], 2 * x.shape[-1]], -1)
+            kept.append(split(both, 2, self.heads))
+            x = self._block(layer, x, query, old, kept[-1], seen, change)
             x = how.leave(i, x, normed)
         return x, kept
 
@@ -337,12 +339,10 @@ class TextTower:
         x, kept = self._through(x, past, layers[:-1], how)
         x, layer, change = how.enter(i, x), layers[-1], how.at(i)
         (weight, bias), normed = layer.qkv, self._norm(x, layer.norm1)
-        kept.append(
-            split(shift(F.linear(normed, weight[width:], bias[width:]), normed, change, "k", "v"), 2, self.heads)
-        )
+        kept.append(split(project(normed, (weight[width:], bias[width:]), change, "k", "v"), 2, self.heads))
         at, to = torch.arange(len(ends), device=x.device), ends.to(x.device)
         asking = normed[:, at, to][:, :, None]
-        query = shift(F.linear(asking, weight[:width], bias[:width]), asking, change, "q")
+        query = project(asking, (weight[:width], bias[:width]), change, "q")
         clients = max(len(query), len(kept[-1]), len(past[-1]))
         only = self._seen(x, past)[ends].to(x.device)[:, None, None].repeat(clients, 1, 1, 1)
         state = self._block(layer, x[:, at, to][:, :, None], query, past[-1], kept[-1], only, change)
@@ -361,7 +361,7 @@ class TextTower:
         asked = split(query, 1, self.heads)[:, :, 0].expand(*rows, -1, -1, -1).flatten(0, 1)
         mixed = attend(asked, both[:, 0], both[:, 1], seen)
         mixed = mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
-        x = x + shift(F.linear(mixed, *layer.out), mixed, change, "out")
+        x = x + project(mixed, layer.out, change, "out")
         return x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)
 
 

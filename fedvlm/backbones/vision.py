@@ -31,8 +31,8 @@ from fedvlm.backbones.layers import (
     layers_of,
     moved,
     plain,
-    shift,
-    split,
+    project,
+    smooth,
 )
 from fedvlm.backbones.text import TextTower
 from fedvlm.core import Params
@@ -57,7 +57,7 @@ class VisionTop:
             model.visual_projection.weight.detach(),
             vision.config.num_attention_heads,
             vision.config.layer_norm_eps,
-            vision.encoder.layers[0].mlp.activation_fn,  # no weights of its own
+            smooth(vision.encoder.layers[0].mlp.activation_fn)[0],
         )
         return whole.last(layers)
 
@@ -110,18 +110,25 @@ class VisionTop:
     def _layer(self, i: int, layer: Layer, x: Tensor, change: Change, beside: Beside | None, one: bool) -> Tensor:
         """One layer, of the class token alone where that is all that is read."""
         (weight, bias), width = layer.qkv, x.shape[-1]
-        normed = self._norm(x, layer.norm1)
-        asking, x = (normed[:, :, :1], x[:, :, :1]) if one else (normed, x)
-        query = shift(F.linear(asking, weight[:width], bias[:width]), asking, change, "q")
-        both = shift(F.linear(normed, weight[width:], bias[width:]), normed, change, "k", "v")
-        rows = (max(len(query), len(both)), x.shape[1])
-        asked = split(query, 1, self.heads).expand(*rows, -1, -1, -1, -1).flatten(0, 1)
-        held = split(both, 2, self.heads).expand(*rows, -1, -1, -1, -1).flatten(0, 1)
-        mixed = attend(asked[:, 0], held[:, 0], held[:, 1])
-        mixed = mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
-        x = x + shift(F.linear(mixed, *layer.out), mixed, change, "out")
+        normed = asking = self._norm(x, layer.norm1)
+        if one:
+            x = x[:, :, :1]
+            asking = self._norm(x, layer.norm1)  # again: less than a slope in all of `normed` that is zero but there
+            asked = self._heads(project(asking, (weight[:width], bias[:width]), change, "q"), 1)
+            parts = asked + self._heads(project(normed, (weight[width:], bias[width:]), change, "k", "v"), 2)
+        else:
+            parts = self._heads(project(normed, layer.qkv, change, "q", "k", "v"), 3)
+        rows = (max(map(len, parts)), x.shape[1])
+        query, key, value = (p.expand(rows[0], -1, -1, -1, -1).flatten(0, 1).transpose(1, 2) for p in parts)
+        mixed = attend(query, key, value).transpose(1, 2).flatten(2).unflatten(0, rows)
+        x = x + project(mixed, layer.out, change, "out")
         x = x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)
         return x if beside is None else x + beside(i, asking)
+
+    def _heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """[clients, rows, places, parts × width] as so many [clients, rows, places, heads, size of a head]; taken apart
+        here, before anything is turned, so that slopes come together in one pass."""
+        return x.unflatten(-1, (parts, self.heads, -1)).unbind(-3)
 
 
 def insert(x: Tensor, tokens: Tensor, instead: int = 0) -> Tensor:

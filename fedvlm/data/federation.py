@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -108,14 +109,18 @@ def pool(
             f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
             f"such as {next(iter(skipped))}; a classifier needs at least two"
         )
-    if "{}" not in template:
-        raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
-    phrases = [template.replace("{}", name.replace("_", " ").lower()) for name in source.classes]
-    text = class_names(backbone, phrases) if backbone.dim else None
-    task = Task(tuple(source.classes), text, backbone.dim, backbone.scale, towers(backbone, needs))
+    phrases = in_words(template, source.classes)
+    text = class_names(backbone, list(phrases)) if backbone.dim else None
+    task = Task(tuple(source.classes), text, backbone.dim, backbone.scale, towers(backbone, needs), phrases=phrases)
     mark = fingerprint([k[j] for j in good for k in (keys, more) if k], [f"{i.domain}/{i.label}" for i in source.items])
     named = f"{backbone.name}@{backbone.fingerprint}"
     return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
+
+
+def in_words(template: str, classes: Sequence[str]) -> tuple[str, ...]:
+    if "{}" not in template:
+        raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
+    return tuple(template.replace("{}", name.replace("_", " ").lower()) for name in classes)
 
 
 def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) -> Pool:
@@ -171,11 +176,7 @@ def halved(pool: Pool) -> Pool:
             f"protocol=base-to-novel halves the classes and needs four or more, and data={pool.source.name} has "
             f"{len(whole.classes)}: {', '.join(whole.classes)}"
         )
-    base, novel = (
-        whole._replace(classes=whole.classes[part], text=None if whole.text is None else whole.text[part])
-        for part in (slice(half), slice(half, None))
-    )
-    return replace(pool, task=base._replace(novel=novel))
+    return replace(pool, task=whole.some(slice(half))._replace(novel=whole.some(slice(half, None))))
 
 
 def pool_of_text(source: Source) -> Pool:

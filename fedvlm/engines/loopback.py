@@ -120,6 +120,7 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
         "method": setup.recipe.path or setup.recipe.name,
         "given": {k: str(v) for k, v in setup.given.items()},
         "classes": task.classes,
+        "phrases": task.phrases,
         "nouns": task.nouns,
         "dim": task.dim,
         "scale": task.scale,
@@ -128,6 +129,7 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
         "rounds": data.rounds,
         "threads": max(1, setup.config.threads),
         "novel": task.novel.classes if task.novel else (),
+        "novel_phrases": task.novel.phrases if task.novel else (),
     }
     (folder / "client.json").write_text(json.dumps(about))
     public = {"text": task.text, "outside": data.outside}

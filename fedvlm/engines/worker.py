@@ -42,11 +42,11 @@ class Client:
         public, own = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
         setup = resolve(about["method"], about["given"])
         tower = towers(backbones.load(about["backbone"]), setup.adapter.needs) if setup.adapter.needs else None
-        task = Task(
-            tuple(about["classes"]), public.get("text"), about["dim"], about["scale"], tower, tuple(about["nouns"])
-        )
+        task = Task(tuple(about["classes"]), public.get("text"), about["dim"], about["scale"], tower)
+        task = task._replace(nouns=tuple(about["nouns"]), phrases=tuple(about["phrases"]))
         if about["novel"]:
-            task = task._replace(novel=task._replace(classes=tuple(about["novel"]), text=public.get("novel")))
+            names, phrases = (tuple(about[k]) for k in ("novel", "novel_phrases"))
+            task = task._replace(novel=task._replace(classes=names, text=public.get("novel"), phrases=phrases))
         method = Method.build(setup.adapter, setup.local, setup.merge, task, about["seed"])
         ids, bounds = np.array([about["id"]]), np.array([about["bounds"]])
         moment = (about["seed"], 0, about["rounds"])

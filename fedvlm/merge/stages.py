@@ -73,7 +73,7 @@ class Stages(Mean):
         total, _, kept = self.gather(state, cohort, own, beside=beside, hear=listen)
         accuracy = float(np.mean(found["accuracy"]))
         if not ready:
-            still = server["stage.rounds"] > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.calm
+            still = int(server["stage.rounds"]) > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.calm
             server["stage.calm"] = server["stage.calm"] + 1 if still else torch.zeros_like(server["stage.calm"])
             server["stage.rounds"] = server["stage.rounds"] + 1
         server["stage.accuracy"] = torch.tensor(accuracy, dtype=torch.float64)
@@ -100,5 +100,7 @@ def by_client(right: list[Tensor], data: Data, block: int) -> Tensor:
     blocks, out = iter(right), []
     for count in data.counts("train"):
         mine = [next(blocks) for _ in range(-(-int(count) // block))]
-        out.append(torch.cat(mine).to(data.kind).mean() if mine else torch.zeros((), dtype=data.kind))
+        out.append(
+            torch.cat(mine).to(data.kind).mean() if mine else torch.zeros((), dtype=data.kind, device=data.x.device)
+        )
     return torch.stack(out)

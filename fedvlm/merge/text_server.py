@@ -38,7 +38,6 @@ class TextServer(Stages):
     text_lr: float = 1e-3
     text_epochs: int = 2  # over what clients sent, each round
     text_batch: int = 64
-    words: str = "a photo of a {}"  # what the text tower reads; must be the run's template
     upload: float = 1.0  # share of each class's embeddings that is sent
     groups: int = 0  # so many means a class in place of the embeddings; 0 sends these
     blur: float = 0.0  # σ of noise on what is sent
@@ -59,7 +58,6 @@ class TextServer(Stages):
             layers=self.text_layers,
             projections=("q", "k", "v", "out"),
             towers="text",
-            phrase=self.words,
         )
 
     def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
@@ -88,8 +86,8 @@ class TextServer(Stages):
 
     def lessen(self, z: Tensor, y: Tensor, data: Data, client: int) -> tuple[Tensor, Tensor]:
         """What of a client's embeddings is sent, with labels."""
-        made = self.made_of(y, data, client)
-        first = torch.stack([rows[0] for rows in made]) if made else y.new_empty(0)
+        made = self.made_of(y.cpu(), data, client)  # thousands of tiny steps: nothing for a GPU
+        first = torch.tensor([int(rows[0]) for rows in made], dtype=torch.int64)
         sent = torch.stack([z[rows].mean(0) for rows in made]) if self.groups and made else z[first]
         if self.blur:
             noise = torch.randn(sent.shape, generator=generator(data.seed, data.round, 73, client))
@@ -99,8 +97,8 @@ class TextServer(Stages):
     def made_of(self, y: Tensor, data: Data, client: int) -> list[Tensor]:
         """The rows that go into each embedding that is sent: one, or a group's."""
         if self.upload == 1 and not self.groups:
-            return list(torch.arange(len(y), device=y.device).split(1))
-        order = torch.randperm(len(y), generator=generator(data.seed, data.round, 71, client)).to(y.device)
+            return list(torch.arange(len(y))[:, None])
+        order = torch.randperm(len(y), generator=generator(data.seed, data.round, 71, client))
         made: list[Tensor] = []
         for label in y.unique():
             mine = order[y[order] == label]
@@ -147,8 +145,6 @@ class TextServer(Stages):
         self, model: Model, changes: Params, heard: list[tuple[Tensor, Tensor]], round: int
     ) -> tuple[Params, float]:
         x, y = (torch.cat(part) for part in zip(*heard, strict=True))
-        if not len(y):
-            return changes, 0.0
         pace = Pace(self.text_lr, self.text_epochs, self.text_batch, "adam")
         params = spread(changes, 1)
         data = Data(x, y, np.array([[0, len(y), len(y), len(y)]]), np.array([0]), 0, round)

@@ -1,0 +1,1 @@
+"""What leaves a client beside parameters and numbers, and what can be made of it."""

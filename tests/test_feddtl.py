@@ -1,0 +1,795 @@
+"""FedDTL: its reinforced loss and its schedule against the paper's equations by hand, its text server, what it sends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from conftest import example
+from hypothesis import example as always
+from hypothesis import given
+from hypothesis import strategies as st
+from test_contract import ABLE, RULES, close, play, same
+from test_engines import told
+from torch.nn import functional as F
+
+from fedvlm import commands, parts, train
+from fedvlm.adapters.lora import Lora
+from fedvlm.cli import main
+from fedvlm.config import resolve
+from fedvlm.core import REFERENCE, TASK, Batch, Cohort, Data, FedvlmError, State, lift, nbytes, spread
+from fedvlm.engines.stacked import Stacked
+from fedvlm.local.descent import by_autograd
+from fedvlm.local.model import Model
+from fedvlm.local.two_stage import Sample, TwoStage, draws
+from fedvlm.merge.stages import FINAL, Stages
+from fedvlm.merge.text_server import TOWER, TextServer
+from fedvlm.method import Method
+from fedvlm.runs import Run
+
+ALGORITHMS = ("grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo")
+IMAGE = Lora(rank=2, towers="image", projections=("q", "k", "v", "out"))
+
+
+def feddtl(local=None, merge=None, task=None, adapter=IMAGE) -> Method:
+    return Method.build(
+        adapter, local or TwoStage(**RULES), merge or TextServer(), task or example("lora")[0], seed=5
+    )  # fmt: skip
+
+
+def some(data: Data, *clients: int) -> Data:
+    return replace(data, bounds=data.bounds[list(clients)], ids=data.ids[list(clients)])
+
+
+def moved(params, by: float, seed: int = 3):
+    """Somewhere else than at the start, where all changes of the tower are 0."""
+    draw = torch.Generator().manual_seed(seed)
+    return {k: v + by * torch.randn(v.shape, generator=draw) for k, v in params.items()}
+
+
+# the loss
+
+
+def by_hand(rule: TwoStage, policy, sample: Sample, y, weight):
+    """One client's loss, share of clipped ratios, and advantages: Eqs. 7–10 and 14–18 in plain Python."""
+    policy, reference, y, weight = (v.tolist() for v in (policy, sample.reference, y, weight))
+    actions, old = sample.actions.tolist(), sample.old.tolist()
+    real, many = [i for i, w in enumerate(weight) if w > 0], len(actions)
+    every = list(itertools.product(range(many), real))
+    reward = {(j, i): float(actions[j][i] == y[i]) for j, i in every}
+
+    def std(values) -> float:
+        mean = sum(values) / len(values)
+        return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+    gain, advantage, apart, clipped = {}, {}, 0.0, 0
+    for j, i in every:
+        group = [reward[k, i] for k in range(many)]
+        below = {"dr-grpo": 1.0, "lite-ppo": std(list(reward.values())) + 1e-4}.get(rule.algorithm, std(group) + 1e-4)
+        a = advantage[j, i] = (reward[j, i] - sum(group) / many) / below
+        action = actions[j][i]
+        ratio = math.exp(policy[i][action]) / math.exp(old[j][i])
+        top = 1 + (rule.clip_high if rule.algorithm in ("dapo", "gmpo") else rule.clip)
+        cut = min(max(ratio, 1 - rule.clip), top)
+        clipped += ratio != cut
+        gain[j, i] = min(ratio * a, cut * a)
+        if rule.kl == "exact":
+            apart += sum(math.exp(p) * (p - r) for p, r in zip(policy[i], reference[i], strict=True))
+        else:
+            there = math.exp(reference[i][action]) / math.exp(policy[i][action])
+            apart += there - math.log(there) - 1
+    if rule.algorithm == "gmpo":
+        won = 0.0
+        for j, sign in itertools.product(range(many), (1, -1)):
+            part = [abs(gain[j, i]) for i in real if sign * advantage[j, i] > 0]
+            won += sign * len(part) / len(real) * math.prod(part) ** (1 / len(part)) if part else 0.0
+        won /= many
+    else:
+        won = sum(gain.values()) / len(every)
+    loss = rule.tie * apart / len(every) - won
+    return loss * (len(real) if rule.algorithm == "dr-grpo" else 1), clipped / len(every), advantage
+
+
+def case(seed: int, clients: int = 2, draws: int = 3, examples: int = 4, classes: int = 3, padding: int = 1):
+    """Random policies and actions; the last client's last examples are padding."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = [1.5 * torch.randn(clients, examples, classes, generator=draw) for _ in range(2)]
+    actions = torch.randint(classes, (clients, draws, examples), generator=draw)
+    old = -2 * torch.rand(clients, draws, examples, generator=draw)
+    y = torch.randint(classes, (clients, examples), generator=draw)
+    weight = torch.full((clients, examples), 1 / examples)
+    weight[-1, examples - padding :] = 0
+    weight[-1, : examples - padding] = 1 / (examples - padding)
+    return logits[0], logits[1].log_softmax(-1), actions, old, Batch(torch.zeros(()), y, weight)
+
+
+@pytest.mark.parametrize("kl", ["sampled", "exact"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_loss_is_what_the_paper_prints(double, algorithm, kl):
+    """Loss, advantage and clip fraction by hand, and the slope by differences of that."""
+    rule = TwoStage(algorithm=algorithm, kl=kl, tie=0.3)
+    shares = set()
+    for seed in range(6):
+        logits, reference, actions, old, batch = case(seed)
+        reward = (actions == batch.y[:, None]).double()
+        sample = Sample(actions, old, rule.advantage(reward, batch.weight), reference)
+        leaf = logits.clone().requires_grad_()
+        loss, clipped = rule.objective_of(leaf.log_softmax(-1), sample, batch)
+        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+        for c in range(2):
+            mine = Sample(*(v[c] for v in sample))
+            value, share, advantage = by_hand(rule, logits[c].log_softmax(-1), mine, batch.y[c], batch.weight[c])
+            assert float(loss[c].detach()) == pytest.approx(value, rel=1e-10)
+            assert float(clipped[c]) == pytest.approx(share, abs=1e-12)
+            shares.add(round(share, 6))
+            for (j, i), a in advantage.items():
+                assert float(mine.advantage[j, i]) == pytest.approx(a, rel=1e-12)
+            for i, k in itertools.product(range(4), range(3)):
+                near = []
+                for step in (1e-6, -1e-6):
+                    there = logits[c].clone()
+                    there[i, k] += step
+                    near.append(by_hand(rule, there.log_softmax(-1), mine, batch.y[c], batch.weight[c])[0])
+                assert float(slope[c, i, k]) == pytest.approx((near[0] - near[1]) / 2e-6, abs=1e-7)
+    assert len(shares) > 3  # some are clipped, and not all
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_padding_weighs_nothing(double, algorithm):
+    rule = TwoStage(algorithm=algorithm)
+    logits, reference, actions, old, batch = case(7, padding=2)
+    found = []
+    for junk in (0, 1):
+        wild = torch.Generator().manual_seed(junk)
+        logits[-1, 2:] = 5 * torch.randn(2, 3, generator=wild)
+        old[-1, :, 2:] = -torch.rand(3, 2, generator=wild)
+        actions[-1, :, 2:] = torch.randint(3, (3, 2), generator=wild)
+        reward = (actions == batch.y[:, None]).double()
+        sample = Sample(actions, old, rule.advantage(reward, batch.weight), reference)
+        leaf = logits.clone().requires_grad_()
+        loss, clipped = rule.objective_of(leaf.log_softmax(-1), sample, batch)
+        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+        assert not slope[-1, 2:].any() and slope[-1, :2].any()
+        found.append((loss.detach(), clipped, slope[:, :2]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_algorithms_that_must_agree(double):
+    """dapo is grpo but for the clip above; lite-ppo is grpo where a batch is one example; a geometric mean over one
+    example is the mean; dr-grpo without its std sums over the batch."""
+    logits, reference, actions, old, batch = case(3, examples=4, padding=2)
+    reward = (actions == batch.y[:, None]).double()
+
+    def loss(at=slice(None), **how):
+        rule = TwoStage(**how)
+        one = Batch(batch.x, batch.y[:, at], batch.weight[:, at] / batch.weight[:, at].sum(-1, keepdim=True))
+        mine = reward[..., at], actions[..., at], old[..., at], reference[:, at], logits[:, at].log_softmax(-1)
+        sample = Sample(mine[1], mine[2], rule.advantage(mine[0], one.weight), mine[3])
+        return rule.objective_of(mine[4], sample, one)[0]
+
+    torch.testing.assert_close(loss(algorithm="dapo", clip_high=0.2), loss(algorithm="grpo"))
+    assert not torch.allclose(loss(algorithm="dapo", clip_high=0.9), loss(algorithm="grpo"))
+    for i in range(2):
+        first = slice(i, i + 1)
+        torch.testing.assert_close(loss(first, algorithm="lite-ppo"), loss(first, algorithm="grpo"))
+        torch.testing.assert_close(
+            loss(first, algorithm="gmpo", clip_high=0.2), loss(first, algorithm="grpo", clip_high=0.2)
+        )
+    only_kl = [loss(algorithm=a, tie=1.0, clip=0.0) - loss(algorithm=a, tie=0.0, clip=0.0) for a in ("grpo", "dr-grpo")]
+    torch.testing.assert_close(only_kl[1], only_kl[0] * torch.tensor([4.0, 2.0]))
+
+
+# one step of it
+
+
+def at_work(rule: TwoStage, client: int = 0, classes: int = 5, **change):
+    """A model away from its start, a reference apart from it, and a batch."""
+    task, data = example("lora")
+    task = task.some(slice(classes))
+    data = replace(some(data, client), y=data.y % classes, **change)
+    model, params = Model(IMAGE, task), moved(spread(IMAGE.init(task, 1), 1), 0.1)
+    return model, params, moved(params, 0.05, 4), data, next(data.batches(4))
+
+
+def counts():
+    return {"clipped": torch.zeros(1), "flat": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_actions_are_drawn_from_the_noisy_old_policy(double, relative):
+    """z + σ·noise (times its length), normalised; the first class whose cumulated probability is above the die."""
+    rule = TwoStage(wander=0.3, relative=relative, actions=4)
+    model, params, reference, data, batch = at_work(rule)
+    found = rule.sample(model, params, reference, batch, data)
+    clean = IMAGE.embed(model.task, params, batch.x)
+    noise, dice = draws(batch, data, 4, 16, clean)
+    assert noise.shape == (1, 4, 4, 16) and dice.shape == (1, 4, 4)
+    for j, i in itertools.product(range(4), range(4)):
+        z = clean[0, i]
+        noisy = z + 0.3 * noise[0, j, i] * (math.sqrt(sum(v * v for v in z.tolist())) if relative else 1)
+        cosines = [float(noisy @ t / noisy.norm()) for t in model.task.names()]
+        total = sum(math.exp(8 * c) for c in cosines)
+        chances = [math.exp(8 * c) / total for c in cosines]
+        action = next(k for k in range(5) if sum(chances[: k + 1]) > float(dice[0, j, i]))
+        assert int(found.actions[0, j, i]) == action
+        assert float(found.old[0, j, i]) == pytest.approx(math.log(chances[action]), rel=1e-10)
+    torch.testing.assert_close(found.reference, model.logits(reference, batch.x).log_softmax(-1))
+    reward = (found.actions == batch.y[:, None]).double()
+    torch.testing.assert_close(found.advantage, rule.advantage(reward, batch.weight))
+
+
+def test_noise_and_dice_are_a_clients_own(double):
+    """The same whoever stands beside it; others for another client, step, round or seed."""
+    _, data = example("lora")
+    order = np.array([0, 2, 4])  # largest first
+    batch = next(some(data, *order).batches(4))
+    together = draws(batch, some(data, *order), 3, 16, torch.zeros(()))
+    for at, i in enumerate(order):
+        alone = next(some(data, i).batches(4))
+        for one, other in zip(together, draws(alone, some(data, i), 3, 16, torch.zeros(())), strict=True):
+            assert torch.equal(one[at : at + 1], other)
+    for changed, step in ((replace(data, round=1), 0), (replace(data, seed=9), 0), (data, 1)):
+        for one, other in zip(together, draws(batch._replace(step=step), some(changed, *order), 3, 16, torch.zeros(())),
+                              strict=True):  # fmt: skip
+            assert not (one == other).any()
+    assert not (together[0][0] == together[0][1]).any()
+    wide = draws(batch, some(data, *order), 50, 16, torch.zeros(()))
+    assert abs(float(wide[0].std()) - 1) < 0.02 and abs(float(wide[0].mean())) < 0.02
+    assert abs(float(wide[1].mean()) - 0.5) < 0.05 and float(wide[1].min()) >= 0 and float(wide[1].max()) < 1
+
+
+def test_noise_grows_with_the_embedding_only_where_it_is_relative(double):
+    """Embeddings ten times as long: absolute noise turns them less, relative noise as much as before."""
+    task, data = example("lora")
+    params, data = spread(IMAGE.init(task, 1), 1), some(data, 0)
+    batch = next(data.batches(4))
+
+    class Longer(Lora):
+        def embed(self, task, params, x):
+            return 10 * super().embed(task, params, x)
+
+    def old(adapter, relative):
+        rule = TwoStage(wander=0.3, relative=relative)
+        return rule.sample(Model(adapter, task), params, params, batch, data).old
+
+    torch.testing.assert_close(old(Longer(rank=2, towers="image"), True), old(IMAGE, True))
+    assert not torch.allclose(old(Longer(rank=2, towers="image"), False), old(IMAGE, False))
+
+
+@pytest.mark.parametrize("kl", ["sampled", "exact"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "edge", [{"actions": 1}, {"wander": 0.0}, {"tie": 0.0}, {"classes": 1}, {"client": 3}, {"alike": True}], ids=str
+)
+def test_at_the_edges_it_is_finite_and_what_it_must_be(double, edge, algorithm, kl):
+    """No advantage leaves the KL alone; no KL and no advantage leave nothing; no noise starts at ratio 1."""
+    given = {"actions": 8} | {k: v for k, v in edge.items() if k in ("actions", "wander", "tie")}
+    rule = TwoStage(algorithm=algorithm, kl=kl, **given)
+    model, params, reference, data, batch = at_work(rule, edge.get("client", 0), edge.get("classes", 5))
+    if "alike" in edge:  # an answer that nobody ever gives: no reward at all
+        text = model.task.names().clone()
+        text[-1] = -IMAGE.features(model.task, params, batch.x)[0].mean(0)
+        model = Model(IMAGE, model.task._replace(text=F.normalize(text, dim=-1), scale=300.0))
+        batch = batch._replace(y=torch.full_like(batch.y, 4))
+    value, slopes = rule.reinforce(model, reference, data, counts())(params, batch)
+    assert value.isfinite().all() and all(s.isfinite().all() for s in slopes)
+    sample = rule.sample(model, params, reference, batch, data)
+    flat = {"actions", "classes", "alike"} & edge.keys()
+    assert not flat or not sample.advantage.any()
+
+    def apart(now, _):
+        policy = model.logits(now, batch.x).log_softmax(-1)
+        if kl == "exact":
+            each = (policy.exp() * (policy - sample.reference)).sum(-1)[:, None]
+        else:
+            at = sample.actions.transpose(1, 2)
+            there = (sample.reference.gather(-1, at) - policy.gather(-1, at)).transpose(1, 2)
+            each = there.exp() - there - 1
+        size = (batch.weight > 0).sum() if algorithm == "dr-grpo" else 1
+        return rule.tie * size * batch.mean(each.mean(1))
+
+    loss, found = by_autograd(apart)(params, batch)
+    assert loss.abs().sum() > 0 or {"tie", "classes"} & edge.keys()
+    if flat:
+        torch.testing.assert_close(value, loss)
+        for one, other in zip(slopes, found, strict=True):
+            torch.testing.assert_close(one, other)
+    if "classes" in edge:
+        assert value.abs().sum() < 1e-12 and all(s.abs().max() < 1e-12 for s in slopes)
+    if "wander" in edge:
+        policy = model.logits(params, batch.x).log_softmax(-1)
+        torch.testing.assert_close(sample.old, policy.gather(-1, sample.actions.mT).mT)
+        assert sample.advantage.any()
+        if algorithm != "gmpo":  # advantages cancel out at ratio 1
+            torch.testing.assert_close(value, loss)
+    if "tie" in edge:
+        assert sample.advantage.any() and not loss.any() and any(s.any() for s in slopes)
+
+
+def test_where_policy_and_reference_agree_there_is_no_kl(double):
+    for kl in ("sampled", "exact"):
+        rule = TwoStage(kl=kl, actions=1)
+        model, params, _, data, batch = at_work(rule)
+        value, slopes = rule.reinforce(model, params, data, counts())(params, batch)
+        assert value.abs().sum() < 1e-12 and all(s.abs().max() < 1e-12 for s in slopes)
+
+
+def test_the_old_policy_is_frozen_while_a_batch_lasts(double):
+    """The second update's ratio is no longer 1, on the actions of the first; a new batch draws anew."""
+    rule = TwoStage(wander=0.0, tie=0.0, actions=4)
+    model, params, reference, data, batch = at_work(rule)
+    count, taken = counts(), rule.sample(model, params, reference, batch, data)
+    slopes = rule.reinforce(model, reference, data, count)
+    first, found = slopes(params, batch)
+    later = {k: v - 10.0 * g for (k, v), g in zip(params.items(), found, strict=True)}
+    second, _ = slopes(later, batch)
+
+    def ratio(now, sample):
+        policy = model.logits(now, batch.x).log_softmax(-1)
+        return (policy.gather(-1, sample.actions.mT).mT - sample.old).exp()
+
+    def objective(now, sample):
+        return rule.objective_of(model.logits(now, batch.x).log_softmax(-1), sample, batch)
+
+    torch.testing.assert_close(ratio(params, taken), torch.ones_like(taken.old))
+    assert (ratio(later, taken) - 1).abs().max() > 0.05
+    torch.testing.assert_close(first, objective(params, taken)[0])
+    torch.testing.assert_close(second, objective(later, taken)[0])
+    torch.testing.assert_close(count["clipped"], objective(params, taken)[1] + objective(later, taken)[1])
+    again = rule.sample(model, later, reference, batch, data)
+    assert not torch.allclose(second, objective(later, again)[0])
+    third, _ = slopes(later, batch._replace(step=0))  # another batch, be it the same examples
+    torch.testing.assert_close(third, objective(later, again)[0])
+
+
+def test_a_round_of_it_by_hand(double):
+    """Every batch once, `updates` steps on each, whatever `epochs` says; clipped and flat are means over the steps."""
+    rule = TwoStage(lr=0.5, batch=8, epochs=3, updates=2, wander=0.5, relative=True, tie=0.2)
+    model, params, reference, data, _ = at_work(rule)
+    ours = {k: v.clone() for k, v in params.items()}
+    down = {k: v[0] for k, v in params.items()} | {REFERENCE + k: v[0] for k, v in reference.items()}
+    found = rule.walk(model, ours, down, {}, data)
+    losses, clipped, flat = [], [], []
+    for batch in data.batches(8, 1):
+        taken = rule.sample(model, params, reference, batch, data)
+        for _ in range(2):
+            leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+            loss, cut = rule.objective_of(model.logits(leaves, batch.x).log_softmax(-1), taken, batch)
+            slopes = torch.autograd.grad(loss.sum(), list(leaves.values()))
+            params = {k: v - 0.5 * g for (k, v), g in zip(params.items(), slopes, strict=True)}
+            losses.append(float(loss.detach()))
+            clipped.append(float(cut))
+            flat.append(float(batch.mean((taken.advantage == 0).all(1).double())))
+    assert len(losses) == 8
+    close(ours, params)
+    for name, values in (("loss", losses), ("clipped", clipped), ("flat", flat)):
+        assert float(found[name]) == pytest.approx(np.mean(values), rel=1e-9)
+    assert 0 < np.mean(clipped) < 1 and 0 < np.mean(flat) < 1
+
+
+def test_without_a_reference_it_is_plain_training(double):
+    _, data = example("lora")
+    ours, theirs = (
+        play(feddtl(rule(**RULES), parts.find("merge", "mean")()), data, 6, rounds=2)[0].shared
+        for rule in (TwoStage, parts.find("local", "sgd"))
+    )
+    same(ours, theirs)
+
+
+REINFORCED = {"stage": "reinforced", "reference": "final"}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_reinforced_stacked_is_serial(double, algorithm):
+    _, data = example("lora")
+    rule = TwoStage(**RULES, algorithm=algorithm, wander=0.5, relative=True)
+    method = feddtl(rule, TextServer(**REINFORCED, upload=0.5, blur=0.1, text_batch=8))
+    state, _, scores, cohort = play(method, data, chunk=1, rounds=2)
+    for chunk in (2, 6):
+        other, _, other_scores, beside = play(method, data, chunk, rounds=2)
+        close(state.shared, other.shared)
+        close(scores, other_scores)
+        for name in ("clipped", "flat", "loss", "train_accuracy", "text_loss"):
+            assert beside.notes[name] == pytest.approx(cohort.notes[name], rel=1e-9)
+    assert 0 < cohort.notes["flat"] < 1 and cohort.notes["clipped"] > 0
+
+
+def test_reinforced_order_and_absence(double):
+    """As in the contract, which ends before the second stage begins."""
+    _, data = example("lora")
+    method = feddtl(merge=TextServer(**REINFORCED, groups=2))
+    state = play(method, data, 6, rounds=2)[0]
+    same(state.shared, play(method, data, 6, rounds=2, ids=ABLE[::-1].copy())[0].shared)
+    absent, *_, cohort = play(method, data, 6, rounds=2, lost=frozenset({0, 3}))
+    same(absent.shared, play(method, data, 6, rounds=2, ids=np.array([1, 2, 4]))[0].shared)
+    assert cohort.notes["answered"] == 3 and not torch.equal(absent.shared["task.text"], state.shared["task.text"])
+
+
+@pytest.mark.parametrize("local", [n for n in parts.names("local") if n not in ("contrast", "scaffold")])
+def test_other_rules_do_not_mind_a_reference(double, local):
+    _, data = example("lora")
+    rule = parts.find("local", local)(**RULES)
+    with_it, without = (
+        play(feddtl(rule, Stages(stage=stage)), data, 6, rounds=2)[0] for stage in ("reinforced", "supervised")
+    )
+    assert all(v.isfinite().all() for v in with_it.shared.values())
+    if local != "two_stage":
+        same(with_it.shared, without.shared)
+
+
+# the schedule
+
+
+class Clients:
+    """Two clients that answer what the script says: the model one further, and their training accuracy."""
+
+    def __init__(self, script):
+        self.script, self.heard = script, []
+
+    def run(self, step, ids, down, round, exchange):
+        self.heard.append({k: v.clone() for k, v in down.items()})
+        here = self.script[round - 1]
+        for i, accuracy in zip(ids, here if isinstance(here, tuple) else (here, here), strict=True):
+            up = {"w": down["w"][None] + 2.0 * i, "n": torch.ones(1), "loss": torch.zeros(1)}
+            yield np.array([i]), up | {"accuracy": torch.tensor([accuracy]), "clipped": torch.tensor([0.25])}
+
+
+def staged(script, **how):
+    """The stage of every round, what went down, and the server's notes."""
+    merge, clients = Stages(**how), Clients(script)
+    state = State({"w": torch.tensor(10.0)}, {}, merge.begin(None, 0)[1])  # type: ignore[arg-type]
+    notes, models = [], []
+    for round in range(1, len(script) + 1):
+        models.append(float(state.shared["w"]))
+        cohort = Cohort(clients, np.arange(2), round)  # the mean moves by one each round
+        state = merge.round(state, cohort)
+        notes.append(cohort.notes)
+    assert models == [10.0 + k for k in range(len(script))]
+    return [n["stage"] for n in notes], clients.heard, notes, state
+
+
+def by_rule(script, calm, calm_rounds) -> list[str]:
+    """D.3: supervised ends when |accₜ − accₜ₋₁| < ε has held for T_r rounds running."""
+    out, run, done = [], 0, False
+    for t, value in enumerate(script):
+        out.append("reinforced" if done else "supervised")
+        run = run + 1 if t and abs(value - script[t - 1]) < calm else 0
+        done = done or run >= calm_rounds
+    return out
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 0.501, 0.502, 0.75, 0.9]), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.00101, 0.3, 3.0]),
+    st.integers(1, 3),
+)
+def test_the_switch_comes_by_the_papers_rule_and_for_good(script, calm, calm_rounds):
+    torch.set_default_dtype(torch.float64)
+    try:
+        stages, heard, *_ = staged(script, calm=calm, calm_rounds=calm_rounds)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert stages == by_rule(script, calm, calm_rounds)
+    assert [REFERENCE + "w" in down for down in heard] == [s == "reinforced" for s in stages]
+
+
+def test_the_switch_in_plain_numbers(double):
+    script = [0.5, 0.7, 0.701, 0.75, 0.751, 0.752, 0.1, 0.9]
+    stages, _, notes, state = staged(script, calm=0.003, calm_rounds=2)
+    assert stages == ["supervised"] * 6 + ["reinforced"] * 2
+    assert [n["train_accuracy"] for n in notes] == script
+    assert float(state.server[FINAL + "w"]) == 16.0 and float(state.server["stage.rounds"]) == 6
+    assert "clipped" not in notes[0] and notes[-1]["clipped"] == 0.25
+    assert staged([0.5, 0.75, 1.0], calm=0.25, calm_rounds=1)[0] == ["supervised"] * 3  # less than, not at most
+
+
+def test_the_first_round_has_none_before_it(double):
+    """However large `calm` is; and an accuracy that does not move is calm to the last digit."""
+    assert staged([0.5] * 3, calm=9.0, calm_rounds=1)[0] == ["supervised", "supervised", "reinforced"]
+    assert staged([0.7] * 4, calm=1e-12, calm_rounds=2)[0] == ["supervised"] * 3 + ["reinforced"]
+
+
+def test_accuracy_is_the_mean_over_clients(double):
+    """Each counted once; two that move apart stand still together."""
+    stages, _, notes, _ = staged([(0.5, 0.7), (0.4, 0.8), (0.3, 0.9)], calm=0.003, calm_rounds=1)
+    assert stages == ["supervised", "supervised", "reinforced"]
+    assert notes[1]["train_accuracy"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    "reference,wanted", [("mix", [12.0, 12.5, 13.0]), ("latest", [12.0, 13.0, 14.0]), ("final", [12.0] * 3)]
+)
+def test_what_the_reference_is(double, reference, wanted):
+    """½ (the model at the switch + the latest), or either."""
+    _, heard, _, state = staged([0.5] * 5, calm=1.0, calm_rounds=1, reference=reference)
+    assert [float(down[REFERENCE + "w"]) for down in heard[2:]] == wanted
+    assert float(state.server[FINAL + "w"]) == 12.0 and not any(k.startswith(REFERENCE) for k in state.shared)
+
+
+def test_only_one_stage(double):
+    stages, heard, _, state = staged([0.5] * 4, calm=1.0, calm_rounds=1, stage="supervised")
+    assert set(stages) == {"supervised"} and not any(REFERENCE + "w" in down for down in heard)
+    stages, heard, _, state = staged([0.5, 0.9, 0.1], stage="reinforced")
+    assert set(stages) == {"reinforced"} and float(state.server[FINAL + "w"]) == 10.0
+    assert [float(down[REFERENCE + "w"]) for down in heard] == [10.0, 10.5, 11.0]
+
+
+def test_clients_tell_their_training_accuracy(double):
+    """Of the model as trained, on training images only, with the class embeddings that were sent."""
+    task, data = example("lora")
+    for merge in (Stages(), TextServer()):
+        method = feddtl(merge=merge)
+        down = method.init(6).shared
+        if merge == TextServer():
+            down |= {TASK + "text": F.normalize(down[TASK + "text"].flip(0), dim=-1)}
+        text = down.get(TASK + "text", task.names())
+        ids, up = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", down) if merge == Stages() else heard(
+            method, data, down
+        )  # fmt: skip
+        for at, i in enumerate(ids):
+            low, high = data.bounds[i, :2]
+            params = {k: up[k][at][None] for k in method.initial}
+            told = (IMAGE.features(task, params, data.x[None, low:high])[0] @ text.T).argmax(-1)
+            assert float(up["accuracy"][at]) == pytest.approx(float((told == data.y[low:high]).double().mean()))
+
+
+def heard(method, data, down=None, chunk=6, round=1):
+    """Replies one by one, since they have lengths of their own."""
+    parts = list(Stacked(method, data, chunk).run("train", ABLE, down or method.init(6).shared, round, 0))
+    parts.sort(key=lambda part: int(part[0][0]))
+    return [int(i[0]) for i, _ in parts], {k: [up[k][0] for _, up in parts] for k in parts[0][1]}
+
+
+# the text server
+
+
+def test_training_the_text_tower_lowers_its_loss(double):
+    task, data = example("lora")
+    merge = TextServer(text_lr=0.01, text_epochs=4, text_batch=16)
+    method = feddtl(merge=merge)
+    _, up = heard(method, data)
+    sent = list(zip(up["embeddings"], [y.long() for y in up["labels"]], strict=True))
+    changes = merge.reader.init(task, 5)
+    z, y = (torch.cat(part) for part in zip(*sent, strict=True))
+
+    def loss(changes) -> float:
+        return float(F.cross_entropy(8.0 * z @ merge.say(task, changes)[TASK + "text"].T, y))
+
+    after, told_loss = merge.learn(method.model, changes, sent, 1)
+    assert loss(after) < told_loss < loss(changes) and loss(changes) - loss(after) > 0.01
+    assert after.keys() == changes.keys() and all(k.startswith(TOWER) for k in after)
+    idle, nothing = merge.learn(method.model, changes, [(z[:0], y[:0])], 1)
+    same(idle, changes)
+    assert nothing == 0.0
+
+
+def test_class_embeddings_take_the_place_of_the_frozen_ones(double):
+    """At first they are the same; then clients' answers follow what the server says."""
+    task, data = example("lora")
+    method = feddtl(merge=TextServer(text_lr=0.02))
+    start = method.init(6)
+    torch.testing.assert_close(start.shared[TASK + "text"], task.names())
+    state, _, scores, _ = play(method, data, 6, rounds=2)
+    text = state.shared[TASK + "text"]
+    assert (text - task.names()).abs().max() > 1e-3
+    towers = {k: v for k, v in state.server.items() if k.startswith(TOWER)}
+    torch.testing.assert_close(text, TextServer().reader.classes(task, lift(towers))[0])
+    now, rest = method.told(state.shared)
+    assert torch.equal(now.task.names(), text) and rest.keys() == method.initial.keys()
+    low, high = data.bounds[0, :2]
+    logits = 8.0 * IMAGE.features(task, lift(rest), data.x[None, low:high])[0] @ text.T
+    wanted = F.cross_entropy(logits, data.y[low:high], reduction="sum")
+    torch.testing.assert_close(scores["shared.loss"][0, 0], wanted)
+    still = play(feddtl(merge=TextServer(text_lr=1e-12)), data, 6, rounds=2)[0]
+    torch.testing.assert_close(still.shared[TASK + "text"], task.names(), rtol=0, atol=1e-9)
+
+
+def test_novel_classes_get_embeddings_too(double):
+    task, data = example("lora")
+    few, rest = (task.some(k) for k in (slice(3), slice(3, None)))
+    task, data = few._replace(novel=rest), replace(data, y=data.y % 3)
+    data = replace(data, halves={"base": (data.x[:9], data.y[:9]), "novel": (data.x[:8], data.y[:8] % 2)})
+    method = feddtl(merge=TextServer(text_lr=0.05), task=task)
+    state, *_ = play(method, data, 6, rounds=2)
+    said = state.shared[TASK + "novel"]
+    assert said.shape == rest.names().shape and (said - rest.names()).abs().max() > 1e-3
+    towers = {k: v for k, v in state.server.items() if k.startswith(TOWER)}
+    torch.testing.assert_close(said, TextServer().reader.classes(rest, lift(towers))[0])
+    now, params = method.told(state.shared)
+    assert now.task.novel and torch.equal(now.task.novel.names(), said)
+    ((_, up),) = Stacked(method, data, 1).run("open.shared", np.array([0]), state.shared, 2, 0)
+    right = (IMAGE.features(rest, lift(params), data.x[None, :8])[0] @ said.T).argmax(-1) == data.y[:8] % 2
+    assert up["novel"][0].tolist() == torch.bincount((data.y[:8] % 2)[right], minlength=2).tolist()
+
+
+# what is sent up
+
+
+def sent_of(merge: TextServer, y: torch.Tensor, dim: int = 6, client: int = 2, **moment):
+    """What a client sends of random embeddings, and what they were."""
+    z = F.normalize(torch.randn(len(y), dim, generator=torch.Generator().manual_seed(1)), dim=-1)
+    data = Data(z, y, np.array([[0, len(y), len(y), len(y)]]), np.array([client]), **({"seed": 4, "round": 3} | moment))
+    return z, *merge.lessen(z, y, data, client), merge.made_of(y, data, client)
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    st.sampled_from([0.01, 0.07, 0.1, 0.2, 0.28, 0.5, 0.55, 1.0]),
+    st.integers(0, 9),
+)
+@always([25, 50], 0.28, 0)  # 7.000000000000001 in floating point
+def test_how_many_are_sent_of_each_class(sizes, share, groups):
+    """⌈share × n⌉ exactly, in at most `groups` means of disjoint groups that differ by one at most."""
+    y = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
+    z, sent, labels, made = sent_of(TextServer(upload=share, groups=groups), y)
+    assert len(sent) == len(labels) == len(made) and sent.shape[1] == 6
+    rows = [int(r) for part in made for r in part]
+    assert len(rows) == len(set(rows))
+    for label, n in enumerate(sizes):
+        kept = math.ceil(Fraction(str(share)) * n)
+        mine = [part for part, k in zip(made, labels.tolist(), strict=True) if k == label]
+        assert sum(len(p) for p in mine) == kept and len(mine) == (min(groups, kept) if groups else kept)
+        assert all(bool((y[p] == label).all()) for p in mine)
+        assert not mine or max(map(len, mine)) - min(map(len, mine)) <= 1
+    for vector, part in zip(sent, made, strict=True):
+        torch.testing.assert_close(vector, z[part].mean(0))
+
+
+def test_nothing_held_back_is_everything_in_order():
+    y = torch.tensor([2, 0, 1, 0])
+    z, sent, labels, _ = sent_of(TextServer(), y)
+    assert torch.equal(sent, z) and torch.equal(labels, y)
+
+
+def test_shares_and_groups_are_shuffled():
+    """By client, round and seed; not the first so many."""
+    y, share = torch.zeros(40, dtype=torch.int64), TextServer(upload=0.25)
+    kept = [
+        tuple(int(p) for p in sent_of(share, y, **how)[3]) for how in ({}, {"client": 5}, {"round": 4}, {"seed": 9})
+    ]
+    assert len({frozenset(k) for k in kept}) == 4 and kept[0] == tuple(int(p) for p in sent_of(share, y)[3])
+    assert set(kept[0]) != set(range(10))
+    grouped = sent_of(TextServer(groups=4), y)[3]
+    assert [len(g) for g in grouped] == [10] * 4 and set(grouped[0].tolist()) != set(range(10))
+
+
+@pytest.mark.parametrize("how", [{}, {"groups": 4}, {"upload": 0.5}], ids=str)
+def test_blur_is_noise_of_that_size_on_what_is_sent(how):
+    y = torch.arange(400) % 4
+    _, plain, labels, made = sent_of(TextServer(**how), y, dim=200)
+    _, sent, same_labels, same_made = sent_of(TextServer(**how, blur=0.3), y, dim=200)
+    assert torch.equal(labels, same_labels) and all(map(torch.equal, made, same_made))
+    noise = sent - plain
+    assert abs(float(noise.std()) - 0.3) < 0.02 and abs(float(noise.mean())) < 0.02
+    for other in ({"client": 5}, {"round": 4}):
+        _, elsewhere, *_ = sent_of(TextServer(**how, blur=0.3), y, dim=200, **other)
+        there = elsewhere - sent_of(TextServer(**how), y, dim=200, **other)[1]
+        assert abs(float((there * noise).mean()) / 0.09) < 0.1
+
+
+@pytest.mark.parametrize("how", [{}, {"upload": 0.4}, {"groups": 2}, {"upload": 0.4, "blur": 0.1}], ids=str)
+@pytest.mark.parametrize("chunk", [1, 6])
+def test_what_arrives_at_the_server(double, how, chunk):
+    """Each client's own embeddings and labels without the padding between clients, and every byte counted."""
+    task, data = example("lora")
+    merge = TextServer(**how)
+    method = feddtl(merge=merge)
+    ids, up = heard(method, data, chunk=chunk)
+    rows = 0
+    for at, i in enumerate(ids):
+        low, high = data.bounds[i, :2]
+        params = {k: up[k][at][None] for k in method.initial}
+        z = IMAGE.features(task, params, data.x[None, low:high])[0]
+        sent, labels = merge.lessen(z, data.y[low:high], replace(data, round=1), i)
+        torch.testing.assert_close(up["embeddings"][at], sent)
+        assert up["labels"][at].tolist() == labels.tolist() and len(labels)
+        rows += len(labels)
+    *_, cohort = play(method, data, chunk, rounds=1)
+    assert cohort.notes["embeddings"] == rows
+    assert cohort.bytes_up == 5 * nbytes(method.initial) + 8 * (5 * 5 + rows * (task.dim + 1))
+    assert cohort.bytes_down == 5 * (nbytes(method.initial) + 8 * 5 * task.dim)
+    *_, later = play(feddtl(merge=replace(merge, stage="reinforced")), data, chunk, rounds=1)
+    assert later.bytes_down == cohort.bytes_down + 5 * nbytes(method.initial)
+    assert later.bytes_up == cohort.bytes_up  # the reference does not come back
+
+
+def test_what_cannot_be_is_refused_in_words(double):
+    for wrong in ({"upload": 0.0}, {"upload": 1.5}, {"groups": -1}, {"blur": -0.1}):
+        with pytest.raises(FedvlmError, match=next(iter(wrong))):
+            TextServer(**wrong)
+    for wrong in ({"calm": -1.0}, {"calm_rounds": 0}):
+        for merge in (Stages, TextServer):
+            with pytest.raises(FedvlmError, match=next(iter(wrong))):
+                merge(**wrong)
+    with pytest.raises(FedvlmError, match="actions=0"):
+        TwoStage(actions=0)
+    words = replace(IMAGE, towers="text")
+    with pytest.raises(FedvlmError, match=r"local=two_stage does not go with adapter=lora: .* towers=image"):
+        feddtl(adapter=words, merge=Stages())
+    with pytest.raises(FedvlmError, match=r"merge=text_server does not go with adapter=lora: .* towers=image"):
+        feddtl(adapter=replace(IMAGE, towers="both"))
+    with pytest.raises(FedvlmError, match="local=two_stage does not go with adapter=head"):
+        Method.build(parts.find("adapter", "head")(), TwoStage(), Stages(), example("head")[0])
+
+
+# whole runs
+
+SHORT = {"rounds": 4, "calm": 2.0, "calm_rounds": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
+SHORT |= {"projections": "q", "updates": 2, "epochs": 1, "batch": 16, "seed": 7, "engine": "serial"}
+SHORT |= {"protocol": "base-to-novel", "partition": "iid", "clients": 2}
+
+
+def run_of(images, folder, **how):
+    setup = resolve("feddtl", SHORT | {"data": str(images)} | how)
+    return train.train(setup, train.load_pool(setup), folder)
+
+
+@pytest.fixture(scope="module")
+def whole(images, tmp_path_factory):
+    return run_of(images, tmp_path_factory.mktemp("feddtl") / "run")
+
+
+def test_a_run_goes_through_both_stages(whole):
+    records = whole.rounds()[1:]
+    assert [r["stage"] for r in records] == ["supervised"] * 2 + ["reinforced"] * 2
+    assert all(("clipped" in r) == ("flat" in r) == (r["stage"] == "reinforced") for r in records)
+    assert records[-1]["embeddings"] == 36 and {"text_loss", "train_accuracy", "novel"} <= set(records[-1])
+    assert "embeddings of private images" in whole.info["reveals"]
+    state = whole.load()[0]
+    assert {TASK + "text", TASK + "novel"} <= set(state.shared) and any(k.startswith(FINAL) for k in state.server)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_stopped_in_either_stage_it_goes_on_to_the_same_bits(images, whole, tmp_path, at, monkeypatch):
+    inner = Run.save
+
+    class Stop(Exception):
+        pass
+
+    def stopping(self, state, round):
+        inner(self, state, round)
+        if round == at:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "save", stopping)
+        with pytest.raises(Stop):
+            run_of(images, tmp_path / "cut")
+    assert not Run(tmp_path / "cut").done
+    again = run_of(images, tmp_path / "cut")
+    assert told(again) == told(whole)
+    for name in ("state.safetensors", "outputs.safetensors"):
+        assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+
+
+def test_in_processes_as_in_one(images, whole, tmp_path):
+    apart = run_of(images, tmp_path / "run", engine="loopback")
+    assert told(apart) == told(whole)
+    assert (apart.folder / "state.safetensors").read_bytes() == (whole.folder / "state.safetensors").read_bytes()
+
+
+def test_what_clients_reveal_is_said_before_anything_runs(images, tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def nothing_yet(jobs, at_once):
+        seen.append(capsys.readouterr().err)
+        raise FedvlmError("far enough")
+
+    monkeypatch.setattr(commands, "run_all", nothing_yet)
+    for words in (["run", "feddtl"], ["bench", "feddtl", "zero-shot", "protocol=base-to-novel"]):
+        assert main([*words, f"data={images}", f"out={tmp_path / 'x'}"]) == 1
+        assert seen.pop().count("feddtl: clients send embeddings of private images, and their labels") == 1
+    assert main(["run", "fedclip", f"data={images}", f"out={tmp_path / 'y'}"]) == 1
+    assert "clients send" not in seen.pop()
+
+
+def test_dry_says_it_too(images, capsys):
+    assert main(["run", "feddtl", f"data={images}", "--dry"]) == 0
+    assert "(embeddings of private images, and their labels)" in capsys.readouterr().out
