@@ -43,8 +43,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name here → recipe, and 
         "feddtl",
         {"calm": 0.03},
     ),  # on mini-clip accuracy still climbs by more than 0.003 a round after 20
-    "feddtl-early-relative": ("feddtl", {"calm": 0.03, "relative": True}),  # σ = 0.1 of the embedding's length
-    "feddtl-early-two-stage": ("feddtl-two-stage", {"calm": 0.03}),
 }
 DOMAINS = ("zero-shot", "promptfl", "fedlora", "feddtl")  # on PACS
 PROMPTS = ("promptfl", "fedpgp")

@@ -88,6 +88,8 @@ def jobs_of(setups: list[Setup]) -> list[Job]:
 
 def run_all(jobs: list[Job], at_once: int) -> list[Run]:
     """Runs them with one bar over all their rounds."""
+    if not jobs:
+        return []
     from fedvlm import bench, console
     from fedvlm.runs import Run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -268,7 +269,8 @@ def round_off(value: float) -> float:
 
 
 def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, float]:
-    """What a round will send and take, before anything runs: bytes are exact, seconds from a few timed batches."""
+    """What a round will send and take, before anything runs: bytes are exact (but for what clients hold back, and
+    a reference model in a later stage), seconds from a few timed batches."""
     able = federation.seen
     asked = max(1, int(np.ceil(setup.config.participation * len(able))))
     sizes = federation.data.counts("train")
@@ -289,7 +291,9 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> dict[str, 
     scored = len(federation.data.x) + open_to_all * (len(able) if method.personalises else 1)
     seconds = (train * share * sizes[able].sum() + score * scored) / few
     wire, down = nbytes(method.initial), nbytes(method.init(len(federation.names)).shared)
-    return {"asked": asked, "down": asked * down, "up": asked * (wire + method.extra), "seconds": float(seconds)}
+    loose = 4 * sum(-math.prod(shape) for shape in method.sends.values() if -1 in shape) * float(sizes[able].mean())
+    up = asked * (wire + method.extra + loose)
+    return {"asked": asked, "down": asked * down, "up": up, "seconds": float(seconds)}
 
 
 def runs_of(setup: Setup, pool: Pool) -> list[Setup]:

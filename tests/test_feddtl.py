@@ -203,7 +203,7 @@ def counts():
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_actions_are_drawn_from_the_noisy_old_policy(double, relative):
-    """z + σ·noise (times its length), normalised; the first class whose cumulated probability is above the die."""
+    """z + σ·noise (times its length over √dim), normalised; the first class whose cumulated probability is above the die."""
     rule = TwoStage(wander=0.3, relative=relative, actions=4)
     model, params, reference, data, batch = at_work(rule)
     found = rule.sample(model, params, reference, batch, data)
@@ -212,7 +212,7 @@ def test_actions_are_drawn_from_the_noisy_old_policy(double, relative):
     assert noise.shape == (1, 4, 4, 16) and dice.shape == (1, 4, 4)
     for j, i in itertools.product(range(4), range(4)):
         z = clean[0, i]
-        noisy = z + 0.3 * noise[0, j, i] * (math.sqrt(sum(v * v for v in z.tolist())) if relative else 1)
+        noisy = z + 0.3 * noise[0, j, i] * (math.sqrt(sum(v * v for v in z.tolist()) / 16) if relative else 1)
         cosines = [float(noisy @ t / noisy.norm()) for t in model.task.names()]
         total = sum(math.exp(8 * c) for c in cosines)
         chances = [math.exp(8 * c) / total for c in cosines]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from test_engines import run, told
 
+from fedvlm.commands import run_all
 from fedvlm.core import FedvlmError
 from fedvlm.runs import Run
 
@@ -229,3 +230,8 @@ def test_no_global_random_state_is_used(images, tmp_path):
     run(images, tmp_path / "run")
     assert torch.equal(states[0], torch.get_rng_state())
     assert np.array_equal(states[1], np.random.get_state()[1]) and states[2] == random.getstate()  # noqa: NPY002
+
+
+def test_nothing_to_run_is_done():
+    """Every learning rate chosen already: a benchmark asks for no runs, and gets none."""
+    assert run_all([], 4) == []

@@ -8,9 +8,8 @@ steps on
     − mean_ij ( min[ρA, clip(ρ, 1 − ε, 1 + ε) A] − β KL ),   ρ = π(a|x) / π_old(a|x, noise)
 
 KL to the reference is Eq. 9's estimate at the actions (kl=sampled; biased here, since actions come from the noisy old
-policy) or the sum over classes (kl=exact). σ is absolute, as published; relative=true multiplies it, in each dimension,
-by the embedding's length (24 on mini-clip, where σ = 0.1 hardly changes an action, and σ = 0.1 × 24 is noise 1.6 times as
-long as the embedding of 256 dimensions). Other algorithms (D.4) replace the first term: dr-grpo has no std and sums over
+policy) or the sum over classes (kl=exact). σ is absolute, as published; relative=true makes it the noise's length as a
+share of the embedding's (which is 24 on mini-clip, where an absolute 0.1 is a share of 0.07). Other algorithms (D.4) replace the first term: dr-grpo has no std and sums over
 the batch; dapo clips higher above; lite-ppo takes the std over the batch; gmpo, for each of the G draws, a geometric mean
 over the batch, here of examples with A > 0 and A < 0 apart (Eq. 15 as printed is 0 once one A is).
 """
@@ -50,7 +49,7 @@ class TwoStage(Sgd):
     actions: int = 3  # G, drawn for each image
     updates: int = 3  # a batch, in stage 2
     wander: float = 0.1  # σ of the noise on the embedding
-    relative: bool = False  # whether that is multiplied by the embedding's length
+    relative: bool = False  # whether that is the noise's length as a share of the embedding's
     clip: float = 0.2  # ε
     clip_high: float = 0.28  # ε above 1, for dapo and gmpo
     tie: float = 0.5  # β, the weight of the KL
@@ -105,7 +104,8 @@ class TwoStage(Sgd):
         adapter, task = model.adapter, model.task
         clean = adapter.embed(task, old, batch.x)  # type: ignore[attr-defined]
         noise, dice = draws(batch, data, self.actions, clean.shape[-1], clean)
-        size = clean.norm(dim=-1, keepdim=True)[:, None] if self.relative else 1.0
+        length = clean.norm(dim=-1, keepdim=True)[:, None]
+        size = length / clean.shape[-1] ** 0.5 if self.relative else 1.0
         noisy = F.normalize(clean[:, None] + self.wander * size * noise, dim=-1)
         chances = (task.scale * noisy @ adapter.classes(task, old)[:, None].mT).log_softmax(-1)
         below = chances.exp().cumsum(-1) <= dice[..., None]

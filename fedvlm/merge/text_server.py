@@ -90,7 +90,7 @@ class TextServer(Stages):
         first = torch.tensor([int(rows[0]) for rows in made], dtype=torch.int64)
         sent = torch.stack([z[rows].mean(0) for rows in made]) if self.groups and made else z[first]
         if self.blur:
-            noise = torch.randn(sent.shape, generator=generator(data.seed, data.round, 73, client))
+            noise = torch.randn(sent.shape, generator=generator(data.seed, 73, client))
             sent = sent + self.blur * noise.to(sent)
         return sent, y[first]
 
@@ -98,7 +98,7 @@ class TextServer(Stages):
         """The rows that go into each embedding that is sent: one, or a group's."""
         if self.upload == 1 and not self.groups:
             return list(torch.arange(len(y))[:, None])
-        order = torch.randperm(len(y), generator=generator(data.seed, data.round, 71, client))
+        order = torch.randperm(len(y), generator=generator(data.seed, 71, client))
         made: list[Tensor] = []
         for label in y.unique():
             mine = order[y[order] == label]
