@@ -39,10 +39,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name here → recipe, and 
     "feddtl-two-stage": ("feddtl-two-stage", {}),
     "feddtl-reinforced": ("feddtl-reinforced", {}),
     "feddtl": ("feddtl", {}),
-    "feddtl-early": (
-        "feddtl",
-        {"calm": 0.03},
-    ),  # on mini-clip accuracy still climbs by more than 0.003 a round after 20
 }
 DOMAINS = ("zero-shot", "promptfl", "fedlora", "feddtl")  # on PACS
 PROMPTS = ("promptfl", "fedpgp")
