@@ -14,7 +14,7 @@ from fedvlm.core import FedvlmError
 from fedvlm.errors import nearest
 
 AXES = {"adapter": "fedvlm.adapters", "local": "fedvlm.local", "merge": "fedvlm.merge"}
-SHARED = {"base", "copies", "descent", "model", "network"}  # what parts have in common, not parts
+SHARED = {"base", "copies", "descent", "layered", "model", "network"}  # what parts have in common, not parts
 
 
 def names(axis: str) -> list[str]:

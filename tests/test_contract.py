@@ -24,6 +24,7 @@ ABLE = np.array([0, 1, 2, 3, 4])  # client 5 has nothing to train on
 
 def build(adapter: str, local: str, merge: str, **rules) -> Method:
     gentle = {"lr": 0.005} if adapter == "resnet" else {}  # batch norm over a few numbers: rounding errors grow fast
+    gentle |= {"lr": 0.02} if local == "bdro" and adapter == "mlp" else {}  # its hardest examples pull strongly
     chosen = parts.find("local", local)(**(RULES | gentle | rules))
     shape = TINY.get(adapter, {}) | ({"towers": "image"} if merge == "text_server" and adapter == "lora" else {})
     kind = parts.find("adapter", adapter)(**shape)
@@ -53,6 +54,11 @@ def quick(names) -> bool:
 
 
 EVERY = [c for c in itertools.product(*(parts.names(axis) for axis in parts.AXES)) if quick(c) and valid(c)]
+# every combination is the same side by side, sends what it may and counts it; the rest of the contract is asked of all
+# combinations with a shared and with a private adapter, and of each part once with every other adapter
+WHOLE = {"test_stacked_is_serial", "test_private_never_goes_up", "test_bytes_are_exact"}
+FULLY = {"head", "rotation", *(a for a in parts.names("adapter") if parts.find("adapter", a).heavy)}
+SOME = [c for c in EVERY if c[0] in FULLY or c[1] == "sgd" or c[2] == "mean" or c in PUBLISHED]
 
 
 def play(method, data, chunk, rounds=3, ids=ABLE, rows=None, state=None, start=1, lost=frozenset()):
@@ -92,7 +98,13 @@ def same(a, b):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.fixture(params=EVERY, ids="-".join)
+def pytest_generate_tests(metafunc):
+    if "method" in metafunc.fixturenames:
+        chosen = EVERY if metafunc.function.__name__ in WHOLE else SOME
+        metafunc.parametrize("method", chosen, indirect=True, ids="-".join)
+
+
+@pytest.fixture
 def method(request, double):
     return build(*request.param)
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.adapters.lora import Precision, towers_of
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.layered import Layered, towers_of
 from fedvlm.adapters.maple import first_words
 from fedvlm.adapters.prompt import plan
-from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.core import FedvlmError, Params
 from fedvlm.seeds import generator
 
 PROMPTS = ("context", "tokens")
@@ -35,33 +35,18 @@ OWN = tuple(f"own.{p}" for p in PROMPTS) + tuple(f"fuse.{p}.{part}" for p in PRO
 
 
 @dataclass(frozen=True)
-class Crossed(Adapter):
+class Crossed(Layered):
     private: tuple[str, ...] = OWN
     context: int = 4  # vectors before a class name
     tokens: int = 4  # beside the patches
     size: int = 32  # of the fusion
-    layers: int = 0  # of the image tower, the last, that see the tokens; 0 is all
     phrase: str = "a photo of a"  # words to start from; none: noise
-    precision: Precision = "full"
 
-    needs: ClassVar[str] = "both towers"
-    heavy: ClassVar[bool] = True
-    most: ClassVar[int] = 4
-    block: ClassVar[int] = 256
-    reads_words: ClassVar[bool] = True
     pairs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.size) < 1:
             raise FedvlmError(f"tokens={self.tokens} and size={self.size} must be at least 1")
-
-    @property
-    def reads(self) -> str:  # type: ignore[override]
-        return f"hidden@{-self.layers}"
-
-    @property
-    def opens(self) -> bool:
-        return True
 
     def init(self, task: Task, seed: int) -> Params:
         reader, top = towers_of(task).text, towers_of(task).image.last(self.layers)
@@ -97,10 +82,3 @@ class Crossed(Adapter):
     def classes(self, task: Task, params: Params) -> Tensor:
         reader, context = towers_of(task, self.precision).text, self.fused(params, "context")
         return reader.features(plan(reader, task.classes, context.shape[2], "end"), context)
-
-    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
-
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        features = self.features(task, params, batch.x)
-        return task.scale * features @ self.classes(task, params).mT, features

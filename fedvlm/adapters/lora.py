@@ -14,37 +14,27 @@ CLIP-LoRA itself changes q, k and v of all layers (layers=0) at rank 2 with scal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.backbones.text import Below, Plan, TextTower
-from fedvlm.backbones.vision import Both
-from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.layered import Layered, kind, phrases, read, towers_of
+from fedvlm.core import FedvlmError, Params
 from fedvlm.seeds import generator
 
 Projection = Literal["q", "k", "v", "out"]
-Precision = Literal["full", "half"]  # half: frozen towers compute in bfloat16, what is learned stays float32
 
 
 @dataclass(frozen=True)
-class Lora(Adapter):
+class Lora(Layered):
     rank: int = 4
     layers: int = 2  # that are trained, the last of each tower; 0 is all
     projections: tuple[Projection, ...] = ("q", "k", "v")
     scale: float = 1.0  # of B A
     towers: Literal["both", "image", "text"] = "both"  # that are trained
-    precision: Precision = "full"
-
-    needs: ClassVar[str] = "both towers"
-    heavy: ClassVar[bool] = True
-    reads_words: ClassVar[bool] = True
-    most: ClassVar[int] = 4
-    block: ClassVar[int] = 256
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.projections:
@@ -57,10 +47,6 @@ class Lora(Adapter):
     @property
     def aligns(self) -> str:  # type: ignore[override]
         return "classes" if self.towers == "text" else "images"
-
-    @property
-    def opens(self) -> bool:
-        return True
 
     def init(self, task: Task, seed: int) -> Params:
         both = towers_of(task)
@@ -89,46 +75,7 @@ class Lora(Adapter):
 
     def classes(self, task: Task, params: Params) -> Tensor:
         if self.towers == "image":
-            return task.names()[None].to(kind(params))
+            return super().classes(task, params)
         reader = towers_of(task, self.precision).text
         plan, hidden = read(reader, phrases(task), self.layers)
         return reader.above(hidden, plan, params, self.scale)
-
-    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
-
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        features, text = self.features(task, params, batch.x), self.classes(task, params)
-        return task.scale * features @ text.mT, text if self.aligns == "classes" else features
-
-
-def towers_of(task: Task, precision: Precision = "full") -> Both:
-    if not isinstance(task.tower, Both):
-        raise FedvlmError("this adapter changes a CLIP's own layers, and this backbone has no two towers to give")
-    return task.tower if precision == "full" else halved(task.tower)
-
-
-@lru_cache(maxsize=4)
-def halved(towers: Both) -> Both:
-    return towers.to(dtype=torch.bfloat16)
-
-
-def kind(params: Params) -> torch.dtype:
-    return next(iter(params.values())).dtype
-
-
-def phrases(task: Task) -> tuple[str, ...]:
-    """What the class names were embedded with, so that round 0 is zero-shot."""
-    if len(task.phrases) != len(task.classes):
-        raise FedvlmError(
-            f"Task.phrases holds {len(task.phrases)} phrases for {len(task.classes)} classes, and this adapter's text tower "
-            "reads them; give those that Task.text was made of, one a class"
-        )
-    return task.phrases
-
-
-@lru_cache(maxsize=8)
-def read(reader: TextTower, texts: tuple[str, ...], layers: int) -> tuple[Plan, Below]:
-    """What is the same in every step: the tokens, and what enters the trained layers."""
-    plan = reader.phrases(texts)
-    return plan, reader.below(plan, layers)

@@ -14,41 +14,24 @@ n layers only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.adapters.lora import Precision, towers_of
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.layered import Layered, towers_of
 from fedvlm.adapters.prompt import plan
 from fedvlm.backbones.text import TextTower
-from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.core import FedvlmError, Params
 from fedvlm.seeds import generator
 
 
 @dataclass(frozen=True)
-class Maple(Adapter):
+class Maple(Layered):
     context: int = 2  # vectors
     depth: int = 3  # layers of each tower that get vectors of their own
-    layers: int = 0  # of the image tower, the last, that see them; 0 is all
     phrase: str = "a photo of a"  # words to start from; none: noise
-    precision: Precision = "full"
-
-    needs: ClassVar[str] = "both towers"
-    heavy: ClassVar[bool] = True
-    reads_words: ClassVar[bool] = True
-    most: ClassVar[int] = 4
-    block: ClassVar[int] = 256
-
-    @property
-    def reads(self) -> str:  # type: ignore[override]
-        return f"hidden@{-self.layers}"
-
-    @property
-    def opens(self) -> bool:
-        return True
 
     def init(self, task: Task, seed: int) -> Params:
         reader, top = towers_of(task).text, towers_of(task).image.last(self.layers)
@@ -73,13 +56,6 @@ class Maple(Adapter):
         reader, context = towers_of(task, self.precision).text, params["context"]
         prompts = plan(reader, task.classes, context.shape[2], "end")
         return reader.features(prompts, context, deep=params.get("deep"))
-
-    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
-
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        features = self.features(task, params, batch.x)
-        return task.scale * features @ self.classes(task, params).mT, features
 
 
 def first_words(reader: TextTower, phrase: str, noise: Tensor) -> Tensor:

@@ -13,42 +13,26 @@ random with scale 0.001, and rescale gradients); from 0, scale is no more than a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.adapters.lora import Precision, kind, phrases, read, towers_of
+from fedvlm.adapters.base import Task
+from fedvlm.adapters.layered import Layered, kind, phrases, read, towers_of
 from fedvlm.backbones.layers import Beside
-from fedvlm.core import Batch, Params, linear
+from fedvlm.core import Params, linear
 from fedvlm.seeds import generator
 
 OWN = tuple(f"{tower}.{part}{bias}" for tower in ("image", "text") for part in ("down", "up") for bias in ("", ".bias"))
 
 
 @dataclass(frozen=True)
-class Mma(Adapter):
+class Mma(Layered):
     private: tuple[str, ...] = OWN
     size: int = 32  # of the middle
     layers: int = 2  # that get one, the last of each tower; 0 is all (of towers of equal depth)
     scale: float = 1.0  # of what is added
-    precision: Precision = "full"
-
-    needs: ClassVar[str] = "both towers"
-    heavy: ClassVar[bool] = True
-    reads_words: ClassVar[bool] = True
-    most: ClassVar[int] = 4
-    block: ClassVar[int] = 256
-
-    @property
-    def reads(self) -> str:  # type: ignore[override]
-        return f"hidden@{-self.layers}"
-
-    @property
-    def opens(self) -> bool:
-        return True
 
     def init(self, task: Task, seed: int) -> Params:
         both, size = towers_of(task), self.size
@@ -81,10 +65,3 @@ class Mma(Adapter):
         reader, layers = towers_of(task, self.precision).text, params["middle"].shape[1]
         plan, hidden = read(reader, phrases(task), layers)
         return reader.above(hidden, plan, beside=self.beside(params, "text")).to(kind(params))
-
-    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
-
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        features = self.features(task, params, batch.x)
-        return task.scale * features @ self.classes(task, params).mT, features

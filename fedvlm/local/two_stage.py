@@ -9,9 +9,10 @@ steps on
 
 KL to the reference is Eq. 9's estimate at the actions (kl=sampled; biased here, since actions come from the noisy old
 policy) or the sum over classes (kl=exact). σ is absolute, as published; relative=true makes it the noise's length as a
-share of the embedding's (which is 24 on mini-clip, where an absolute 0.1 is a share of 0.07). Other algorithms (D.4) replace the first term: dr-grpo has no std and sums over
-the batch; dapo clips higher above; lite-ppo takes the std over the batch; gmpo, for each of the G draws, a geometric mean
-over the batch, here of examples with A > 0 and A < 0 apart (Eq. 15 as printed is 0 once one A is).
+share of the embedding's (which is 24 on mini-clip, where an absolute 0.1 is a share of 0.07). Other algorithms (D.4)
+replace the first term: dr-grpo has no std and sums over the batch; dapo clips higher above; lite-ppo takes the std over
+the batch; gmpo, for each of the G draws, a geometric mean over the batch, here of examples with A > 0 and A < 0 apart
+(Eq. 15 as printed is 0 once one A is).
 """
 
 from __future__ import annotations
