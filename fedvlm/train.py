@@ -228,6 +228,8 @@ def outputs(federation: Federation, engine: Stacked, shared: Params, round: int)
     method, shared = engine.method.told(moved(shared, engine.device))
     for i in range(federation.scored):
         low, high = (int(b) for b in federation.data.bounds[i, 2:])
+        if low == high:
+            continue
         me = np.array([i])
         x, own = engine.data.x[None, low:high], moved(engine.rows.read(me, round), engine.device)
         kept["label"].append(federation.data.y[low:high])

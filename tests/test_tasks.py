@@ -357,10 +357,10 @@ def test_a_run_in_processes_is_the_run_in_one(method, more, tmp_path, images):
     if kind == "lstm":
         data = write_roles(tmp_path / "r.jsonl.gz")
     if kind == "tower":
-        more = more | {"shots": 1, "unseen": "noto", "evaluate": 2}
+        more = more | {"shots": 1, "unseen": "noto", "rounds": 1, "split": "20,1,1"}  # and nobody has a test image
     states = []
     for engine in ("serial", "loopback"):
-        setup = resolve(method, more | {"data": str(data), "rounds": 2, "engine": engine})
+        setup = resolve(method, {"rounds": 2} | more | {"data": str(data), "engine": engine})
         run = train.train(setup, train.load_pool(setup), tmp_path / engine)
         states.append((run.folder / "state.safetensors").read_bytes())
         assert run.info["result"]["last"]["P"] is not None

@@ -35,6 +35,7 @@ class Transported(Prompt):
     iterations: int = 100  # at most, for a plan
 
     reads: ClassVar[str] = "patches"
+    pairs: ClassVar[bool] = True
     block: ClassVar[int] = 512
 
     def __post_init__(self) -> None:

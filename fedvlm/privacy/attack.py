@@ -156,7 +156,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         "nearest is the image, or one of the group, that it was made of (chance: for a guess); member: AUROC of telling "
         "training images from the others, 50 is a guess; classes: F1 of the classes a client holds, and labels: embeddings "
         "told to their class, both without looking at the labels that are sent too. All in %; sent: embeddings a client.",
-        "One round is attacked; each sends anew, another share, other groups and other noise, and what is learned adds up. "
-        "A group of one image is that image.",
+        "One round is attacked; a client's share, groups and noise are the same in every round. A group of one image is "
+        "that image.",
     ]
     return Table(["run", *PLAIN, *useful, *leaked, "sent"], shown, notes, rows)
