@@ -120,7 +120,8 @@ class Method:
         if not self.pairs:
             return params
         met, public = own[MET] > 0, self.adapter.public(params)
-        return {k: torch.where(met.view(-1, *[1] * (v.dim() - 1)), v, public[k]) for k, v in params.items()}
+        other = {k: v for k, v in public.items() if v is not params[k]}  # what is shared stands once, and is read once
+        return params | {k: torch.where(met.view(-1, *[1] * (v.dim() - 1)), params[k], v) for k, v in other.items()}
 
     @property
     def pairs(self) -> bool:
@@ -178,8 +179,9 @@ class Method:
         models = {"shared": (self._together, self.shared(down))} if self.generalises else {}
         if self.personalises:
             models["personal"] = (self._apart, self.personal(own, down, data))
+        params: Params = {}
         for view, (parts, raw) in models.items():
-            params = self.adapter.read(self.task, raw)
+            params = self.adapter.read(self.task, raw, params)
             up |= tally(view, cells, parts(params, data))
             if data.outside is not None:
                 up |= self.detect(view, params, data)

@@ -13,6 +13,7 @@ from test_contract import ABLE, RULES, play
 
 from fedvlm import parts, train
 from fedvlm.adapters.outsiders import Outsiders
+from fedvlm.backbones.text import TextTower
 from fedvlm.config import resolve
 from fedvlm.core import Batch, Cohort, FedvlmError, lift, spread
 from fedvlm.engines.stacked import Stacked
@@ -290,3 +291,20 @@ def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
     for client in ("", "twemoji"):
         assert from_run(run, client).predict([picture])[0]
     assert len(export(run, tmp_path / "out")) >= 3
+
+
+def test_an_evaluation_reads_every_prompt_once(double, monkeypatch):
+    """Of both views, with outsiders to be told: own contexts a client each, and what is shared once."""
+    _, data = example("outsiders")
+    method, read = focoop(), []
+    plain = TextTower.features
+
+    def count(tower, plan, context, *rest, **more):
+        read.append(max(len(context), 1) * len(plan.ends))
+        return plain(tower, plan, context, *rest, **more)
+
+    engine = Stacked(method, replace(data, outside=data.x[:9]), 6)
+    state = method.round(method.init(6), Cohort(engine, ABLE, 1))
+    monkeypatch.setattr(TextTower, "features", count)
+    Cohort(engine, np.arange(6), 1).ask("score", state.shared)
+    assert sum(read) == 5 + 3 + 6 * 5  # the shared view's classes, the outsiders, each client's own classes

@@ -88,9 +88,9 @@ class Adapter:
         """The class vectors as adapted, [clients, classes, dim], where `aligns` says they are what changes."""
         raise NotImplementedError
 
-    def read(self, task: Task, params: Params) -> Params:
+    def read(self, task: Task, params: Params, before: Params) -> Params:
         """The same parameters and, under READ, what of the model does not depend on an image: evaluation looks at many
-        images, and words need reading once."""
+        images, and words need reading once. `before` is what was read of another view, if any."""
         return params | {READ: self.classes(task, params)} if self.reads_words else params
 
     def known(self, task: Task, params: Params) -> Tensor:

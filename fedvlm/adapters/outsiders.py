@@ -59,8 +59,11 @@ class Outsiders(Prompt):
         classes = self.classes(task, params)
         return torch.cat([part.expand(max(len(nouns), len(classes)), -1, -1) for part in (classes, nouns)], dim=1)
 
-    def read(self, task: Task, params: Params) -> Params:
-        return params | {READ: self.prompts(task, params)}
+    def read(self, task: Task, params: Params, before: Params) -> Params:
+        if not (before and torch.equal(before["outsiders"], params["outsiders"])):
+            return params | {READ: self.prompts(task, params)}
+        own, nouns = self.classes(task, params), before[READ][:, len(task.classes) :]  # outsiders are everybody's
+        return params | {READ: torch.cat([own, nouns.expand(len(own), -1, -1)], dim=1)}
 
     def known(self, task: Task, params: Params) -> Tensor:
         return params[READ][:, : len(task.classes)] if READ in params else self.classes(task, params)
