@@ -19,8 +19,9 @@ only, rank r, d dimensions:
   products    (m − 1) 24 w² t + 4 w² t + 20 w² + 2 w d     and as much again for slopes, but 6 w² t that the first needs not
   attention   (m − 1) 4 w t² + 4 w t                       and twice that for slopes (what is computed again, not counted)
   low-rank    4 r w for each place and projection          and twice that for slopes, but 2 r w of q, k, v in the first layer
-A stage-2 batch is two forward passes (the old policy with noise, the reference) and three with slopes. The share is of a
-large bfloat16 product's rate on the same device in the same run.
+A stage-2 batch is two forward passes (the old policy with noise, the reference) and three with slopes. In bfloat16 as many
+clients lie side by side as the stacked engine takes there. The share is of the rate of a large bfloat16 product on the same
+device in the same run, over and over for as long as a step takes: a device kept busy runs slower than at its first product.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from prompts import clock
+from prompts import clock, matrix_rate
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,7 +49,7 @@ from fedvlm.config import resolve
 from fedvlm.core import Batch, Cohort, Data, Params, State, spread, told
 from fedvlm.data.federation import in_words
 from fedvlm.data.source import decode, open_source
-from fedvlm.engines.stacked import Stacked
+from fedvlm.engines.stacked import Stacked, widest
 from fedvlm.local.descent import Walk
 from fedvlm.local.model import Model
 from fedvlm.local.two_stage import TwoStage
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=IMAGES, help="of each client")
     parser.add_argument("--gpu", action="store_true", help="measure a ViT-B/16-sized model on a device")
     parser.add_argument("--device", default="cuda", help="with --gpu")
-    parser.add_argument("--clients", type=int, default=Lora.most, help="with --gpu: side by side")
+    parser.add_argument("--clients", type=int, default=0, help="with --gpu: side by side; 0 is what the engine takes")
     parser.add_argument("--small", action="store_true", help="with --gpu: tiny, to see that it runs")
     args = parser.parse_args()
     if args.gpu:
@@ -184,27 +185,24 @@ def device(name: str, clients: int, small: bool) -> None:
     classes, tokens = 100, (pixels // 16) ** 2 + 1
     words = F.normalize(torch.randn(classes, dim), dim=-1)
     task = Task(tuple(map(str, range(classes))), words, dim, 100.0, tower).to(torch.device(name))
-    where = torch.cuda.get_device_name() if name == "cuda" else name
-    a = torch.randn(square, square, device=name, dtype=torch.bfloat16)
-    roof = 2 * square**3 / clock(lambda: a @ a, name)
-    print(f"{where}: a {square}² bfloat16 product runs at {roof / 1e12:.3g} TFLOP/s")
+    roof = matrix_rate(square, name)
     rows = []
-    for precision in ("full", "half"):
+    for precision, numbers in (("full", "float32"), ("half", "bfloat16")):
         adapter = Lora(layers=layers, projections=("q", "k", "v", "out"), towers="image", precision=precision)
         forward, slopes = formula(tower.image, tokens, layers, adapter.rank)
         work = {"forward": forward, "SFT": forward + slopes, "RL": 2 * forward + 3 * (forward + slopes)}
-        for what, step in steps(Model(adapter, task), clients, images, (tokens, width), name).items():
-            took, flops = clock(step, name), clients * images * work[what]
+        many = clients or (widest(adapter, name) if precision == "half" else Lora.most)
+        for what, step in steps(Model(adapter, task), many, images, (tokens, width), name).items():
+            took, flops = clock(step, name), many * images * work[what]
             share, bar = 100 * flops / took / roof, SHARE if precision == "half" and what != "forward" else 0
             verdict = [f"{bar} %", "met" if share >= bar else "MISSED"] if bar and name != "cpu" else ["", ""]
             rows.append(
-                [f"{what}, {'bfloat16' if precision == 'half' else 'float32'}", f"{clients * images / took:,.0f}",
+                [f"{what}, {numbers}, {many} clients × {images} images", f"{many * images / took:,.0f}",
                  f"{1e3 * took:.2f}", f"{flops / 1e9:,.4g}", f"{flops / took / 1e12:.3g}", f"{share:.1f} %", *verdict]
             )  # fmt: skip
     print(
-        f"a batch of {clients} clients × {images} images, LoRA in the last {layers} of {depth} layers; a stage-2 batch is"
+        f"a batch, LoRA in the last {layers} of {depth} layers; a stage-2 batch is two forward passes and three with slopes"
     )
-    print("two forward passes and three with slopes")
     console.rows(["", "images/s", "ms", "GFLOP", "TFLOP/s", "share", "bar", "verdict"], rows)
 
 

@@ -40,7 +40,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name here → recipe, and 
     "feddtl-reinforced": ("feddtl-reinforced", {}),
     "feddtl": ("feddtl", {}),
 }
-DOMAINS = ("zero-shot", "promptfl", "fedlora", "feddtl")  # on PACS
+DOMAINS = tuple(METHODS)
 PROMPTS = ("promptfl", "fedpgp")
 
 Found = dict[str, list[Run]]  # method → its runs, one a seed

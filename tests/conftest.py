@@ -19,6 +19,8 @@ from fedvlm.core import Data
 from fedvlm.data.source import EMOJI
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton asks once, when it is first imported
 STYLES = ("noto", "twemoji", "openmoji")
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
 

@@ -305,6 +305,31 @@ def test_a_client_that_diverges_is_left_out_and_keeps_its_row(double):
         )
 
 
+def test_where_memory_is_full_fewer_clients_run_side_by_side(monkeypatch, double):
+    task = random_task()
+    data, play = random_data(task), Method.play
+    method = Method.build(Head(), Sgd(lr=0.1, batch=4), Mean(), task)
+    expected = method.round(method.init(6), Cohort(Stacked(method, data, 1), np.arange(6), 1))
+
+    def full(room):
+        def tight(self, step, own, down, part):
+            if len(part) > room:
+                raise torch.OutOfMemoryError("full")
+            return play(self, step, own, down, part)
+
+        return tight
+
+    monkeypatch.setattr(Method, "play", full(2))
+    warned: list[str] = []
+    engine = Stacked(method, data, 6, warn=warned.append)
+    state = method.round(method.init(6), Cohort(engine, np.arange(6), 1))
+    assert (state.shared["head"] - expected.shared["head"]).abs().max() < 1e-12
+    assert engine.chunk == 1 and [w.split("(")[1] for w in warned] == ["chunk=3)", "chunk=1)"]
+    monkeypatch.setattr(Method, "play", full(0))
+    with pytest.raises(FedvlmError, match="batch="):
+        method.round(method.init(6), Cohort(engine, np.arange(6), 1))
+
+
 def test_quorum_counts_those_asked():
     cohort = Cohort(None, np.arange(10), 1, quorum=0.5)  # type: ignore[arg-type]
     cohort.engine = type("Nobody", (), {"run": lambda *a: iter([(np.array([1]), {"n": torch.ones(1)})])})()

@@ -79,6 +79,30 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None
     return wide.to(query.dtype)
 
 
+def settle(x: Tensor, more: Tensor | None, norm: Affine, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its norm (statistics in float32 at least, whatever x is)."""
+    if fast := kernels(x):
+        return fast.settle(x, more, *norm, eps)  # type: ignore[no-any-return]
+    x = x if more is None else x + more
+    return x, F.layer_norm(x, x.shape[-1:], *norm, eps)
+
+
+def kernels(x: Tensor) -> Any:
+    """Steps of our own for a GPU, where Triton is there (torch brings it along) and x is of their numbers."""
+    if not x.is_cuda:
+        return None
+    try:
+        from fedvlm.backbones import kernels
+    except ImportError:
+        return None
+    return kernels if x.dtype in kernels.NUMBERS else None
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """To a device without waiting for what it is still at."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def how_many(layers: int, have: int, tower: str) -> int:
     """The last so many layers of a tower; 0 is all of them."""
     if not 0 <= layers <= have:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,17 +41,20 @@ from fedvlm.backbones.layers import (
     attend,
     changes,
     how_many,
+    kernels,
     layers_of,
     moved,
     plain,
     project,
+    sent,
+    settle,
     smooth,
     split,
 )
 from fedvlm.core import FedvlmError, Params
 
-CHUNK = 2048  # prompts at a time: 0.4 GB in the widest layer of ViT-B/16's tower for 25 tokens each
-SWITCH = {"cpu": 32, "cuda": 2048}  # tokens of padding that cost about what one more group does (measured)
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}  # places at a time: in ViT-B/16's tower 0.25 GB and, in bfloat16, 1 GB
+SWITCH = {"cpu": 32, "cuda": 1 << 14}  # places of padding that cost about what one more group does (measured)
 
 
 class Plan(NamedTuple):
@@ -194,13 +197,13 @@ class TextTower:
         self,
         plan: Plan,
         context: Tensor | None = None,
-        chunk: int = CHUNK,
+        chunk: int = 0,
         lora: Params | None = None,
         scale: float = 1.0,
         deep: Tensor | None = None,
     ) -> Tensor:
         """Normalised text features [clients, classes, dim] of context [clients, 1 or classes, vectors, width], in the
-        context's dtype. At most `chunk` prompts (clients × classes) are worked on at a time; training keeps what the
+        context's dtype. At most `chunk` places (clients × classes × tokens) are worked on at a time; training keeps what the
         backward pass needs of them all (ViT-B/16, a thousand prompts: 3 GB with a shared context, 8 GB without).
 
         lora: low-rank changes of the last layers, named as in `layers.py` (`text.0.q.A`, …); other names are ignored.
@@ -225,16 +228,17 @@ class TextTower:
         return self._read(plan.ends, shared, past, own, max(clients, how.clients), chunk, how, context.dtype)
 
     @torch.no_grad()
-    def below(self, plan: Plan, layers: int, chunk: int = CHUNK) -> Below:
+    def below(self, plan: Plan, layers: int, chunk: int = 0) -> Below:
         """What enters the last `layers` layers (0: all) of plain phrases: a constant, for `above`."""
         if plan.context:
             raise ValueError("prompts with a learned context have nothing constant below; use features")
         left, shared = how_many(layers, len(self.layers), "text"), plan.shared
         frozen = self.layers[: len(self.layers) - left]
         nothing = self.token.new_empty(1, 1, 0, self.token.shape[1])
+        rows = max(1, (chunk or self._most(CHUNK)) // (plan.ids.shape[1] - shared))
         before = [self._nothing(nothing)] * len(frozen)
         prefix, past = self._through(self._embed(plan.ids[:1, :shared], 0, nothing), before, frozen)
-        parts = [self._embed(ids, shared, nothing) for ids in plan.ids[:, shared:].split(chunk)]
+        parts = [self._embed(ids, shared, nothing) for ids in plan.ids[:, shared:].split(rows)]
         return Below(prefix, torch.cat([self._through(part, past, frozen)[0] for part in parts], 1), left)
 
     def above(
@@ -244,7 +248,7 @@ class TextTower:
         lora: Params | None = None,
         scale: float = 1.0,
         beside: Beside | None = None,
-        chunk: int = CHUNK,
+        chunk: int = 0,
     ) -> Tensor:
         """The rest of the way: normalised text features [clients, classes, dim], in the low-rank changes' dtype."""
         how = Tuning(changes(lora, "text", hidden.layers, scale, self.token), beside)
@@ -271,14 +275,14 @@ class TextTower:
     ) -> Tensor:
         """All prompts behind their common prefix, a group at a time: own(group, stop) is what enters, from the prefix on,
         of these classes up to that place."""
-        groups = _groups(ends, clients, chunk, SWITCH.get(self.token.device.type, SWITCH["cuda"]))
+        groups = _groups(ends, shared, clients, chunk or self._most(CHUNK), self._most(SWITCH))
         states = []
         for group in groups:
             last = torch.tensor([ends[c] for c in group])
             entering = own(group, int(last.max()) + 1)
             states.append(self._run(entering, past, last - shared, how._replace(deep=None))[1])
         back = torch.tensor([c for group in groups for c in group]).argsort()
-        pooled = torch.cat(states, 1)[:, back.to(self.token.device)]
+        pooled = torch.cat(states, 1)[:, sent(back, self.token.device)]
         projected = F.linear(self._norm(pooled, self.norm), self.projection)
         return F.normalize(projected.to(kind), dim=-1)
 
@@ -295,6 +299,9 @@ class TextTower:
         """What stands before the first place, in any layer."""
         return x.new_empty(1, 1, 2, self.heads, 0, x.shape[-1] // self.heads)
 
+    def _most(self, by_device: dict[str, int]) -> int:
+        return by_device.get(self.token.device.type, by_device["cuda"])
+
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
         return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -306,27 +313,25 @@ class TextTower:
         vector is among it, it is the same for all clients and stands there once."""
         device, slots = context.device, -1 - ids
         places = self.position[start : start + ids.shape[1]]
-        words = self.token[ids.clamp(min=0).to(device)]
+        words = self.token[sent(ids.clamp(min=0), device)]
         if bool((slots < 0).all()):
             return (words + places)[None]
         at = slots.clamp(min=0) + context.shape[2] * torch.arange(context.shape[1])[:, None]
-        learned = context.flatten(1, 2).index_select(1, at.flatten().to(device)).unflatten(1, ids.shape)
-        return torch.where((slots >= 0)[..., None].to(device), learned, words) + places
+        learned = context.flatten(1, 2).index_select(1, sent(at.flatten(), device)).unflatten(1, ids.shape)
+        return torch.where(sent((slots >= 0)[..., None], device), learned, words) + places
 
     def _through(
         self, x: Tensor, past: Sequence[Tensor], layers: Sequence[Layer], how: Tuning = PLAINLY
     ) -> tuple[Tensor, list[Tensor]]:
         """x [clients, classes, places, width] after these layers, seeing `past`: by layer, the keys and values of what
         stands before it. Returns x's own keys and values, too."""
-        seen, kept = self._seen(x, past).to(x.device) if layers else x, []
+        kept = []
         for i, (layer, old) in enumerate(zip(layers, past, strict=False)):
             x, change = how.enter(i, x), how.at(i)
-            normed = self._norm(x, layer.norm1)
-            asked = project(normed, layer.qkv, change, "q", "k", "v")
-            query, both = asked.split([x.shape[-1], 2 * x.shape[-1]], -1)
-            kept.append(split(both, 2, self.heads))
-            x = self._block(layer, x, query, old, kept[-1], seen, change)
-            x = how.leave(i, x, normed)
+            x, normed = settle(x, None, layer.norm1, self.eps)
+            mixed, own = self._look(layer, normed, old, change)
+            kept.append(own)
+            x = how.leave(i, self._rest(layer, x, mixed, change), normed)
         return x, kept
 
     def _run(
@@ -334,40 +339,54 @@ class TextTower:
     ) -> tuple[list[Tensor], Tensor]:
         """x through the last layers, as many as there is `past` of. Returns x's own keys and values, and the last layer's
         state at `ends` alone."""
-        width, i = x.shape[-1], len(past) - 1
-        layers = self.layers[-len(past) :]
+        i, layers = len(past) - 1, self.layers[-len(past) :]
         x, kept = self._through(x, past, layers[:-1], how)
         x, layer, change = how.enter(i, x), layers[-1], how.at(i)
-        (weight, bias), normed = layer.qkv, self._norm(x, layer.norm1)
-        kept.append(split(project(normed, (weight[width:], bias[width:]), change, "k", "v"), 2, self.heads))
-        at, to = torch.arange(len(ends), device=x.device), ends.to(x.device)
-        asking = normed[:, at, to][:, :, None]
-        query = project(asking, (weight[:width], bias[:width]), change, "q")
-        clients = max(len(query), len(kept[-1]), len(past[-1]))
-        only = self._seen(x, past)[ends].to(x.device)[:, None, None].repeat(clients, 1, 1, 1)
-        state = self._block(layer, x[:, at, to][:, :, None], query, past[-1], kept[-1], only, change)
-        return kept, how.leave(i, state, asking)[:, :, 0]
+        x, normed = settle(x, None, layer.norm1, self.eps)
+        at, to = torch.arange(len(ends), device=x.device), sent(ends, x.device)
+        asking, state = (part[:, at, to][:, :, None] for part in (normed, x))
+        if kernels(x):  # to ask everywhere is less than a product and an attention of their own kind
+            mixed, own = self._look(layer, normed, past[-1], change)
+            mixed = mixed[:, at, to][:, :, None]
+        else:
+            (weight, bias), width = layer.qkv, x.shape[-1]
+            own = split(project(normed, (weight[width:], bias[width:]), change, "k", "v"), 2, self.heads)
+            query = project(asking, (weight[:width], bias[:width]), change, "q")
+            clients = max(len(query), len(own), len(past[-1]))
+            only = _seen(x.shape[2], past[-1].shape[-2], x.device)[to][:, None, None].repeat(clients, 1, 1, 1)
+            mixed = self._mix(query, past[-1], own, only)
+        return [*kept, own], how.leave(i, self._rest(layer, state, mixed, change), asking)[:, :, 0]
 
-    def _seen(self, x: Tensor, past: Sequence[Tensor]) -> Tensor:
-        """Each place sees itself and what stands before it."""
-        places, before = x.shape[2], past[0].shape[-2]
-        return torch.ones(places, before + places, dtype=torch.bool).tril(before)
+    def _look(self, layer: Layer, normed: Tensor, old: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+        """What each place sees, [clients, classes, places, width], and its own keys and values."""
+        asked = project(normed, layer.qkv, change, "q", "k", "v")
+        query, both = asked.split([self.width, 2 * self.width], -1)
+        own, fast = split(both, 2, self.heads), kernels(asked)
+        if fast and fast.short(asked, old):
+            return fast.attend(asked, old), own
+        return self._mix(query, old, own, _seen(own.shape[-2], old.shape[-2], normed.device)), own
 
-    def _block(
-        self, layer: Layer, x: Tensor, query: Tensor, old: Tensor, new: Tensor, seen: Tensor, change: Change
-    ) -> Tensor:
+    def _mix(self, query: Tensor, old: Tensor, new: Tensor, seen: Tensor) -> Tensor:
         rows = (max(len(old), len(new), len(query)), new.shape[1])  # what all clients (or classes) share stands once
         both = torch.cat([part.expand(*rows, *part.shape[2:]) for part in (old, new)], -2).flatten(0, 1)
         asked = split(query, 1, self.heads)[:, :, 0].expand(*rows, -1, -1, -1).flatten(0, 1)
         mixed = attend(asked, both[:, 0], both[:, 1], seen)
-        mixed = mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
-        x = x + project(mixed, layer.out, change, "out")
-        return x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)
+        return mixed.transpose(1, 2).flatten(2).unflatten(0, rows)
+
+    def _rest(self, layer: Layer, x: Tensor, mixed: Tensor, change: Change) -> Tensor:
+        x, normed = settle(x, project(mixed, layer.out, change, "out"), layer.norm2, self.eps)
+        return x + F.linear(self.activation(F.linear(normed, *layer.fc1)), *layer.fc2)
 
 
-def _groups(ends: Sequence[int], clients: int, chunk: int, switch: int) -> list[list[int]]:
+@lru_cache(maxsize=256)
+def _seen(places: int, before: int, device: torch.device) -> Tensor:
+    """Each place sees itself and what stands before it."""
+    return torch.ones(places, before + places, dtype=torch.bool).tril(before).to(device)
+
+
+def _groups(ends: Sequence[int], shared: int, clients: int, chunk: int, switch: int) -> list[list[int]]:
     """Classes by length, longest first; those of one length join longer ones where padding costs less than a group
-    of their own would."""
+    of their own would. What is in a group has at most `chunk` places behind the shared ones, all clients together."""
     groups: list[list[int]] = []
     for end in sorted(set(ends), reverse=True):
         same = [c for c, other in enumerate(ends) if other == end]
@@ -375,5 +394,5 @@ def _groups(ends: Sequence[int], clients: int, chunk: int, switch: int) -> list[
             groups[-1] += same
         else:
             groups.append(same)
-    size = max(1, chunk // clients)
-    return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
+    sizes = [max(1, chunk // (clients * (ends[group[0]] + 1 - shared))) for group in groups]
+    return [g[at : at + size] for g, size in zip(groups, sizes, strict=True) for at in range(0, len(g), size)]

@@ -32,6 +32,7 @@ from fedvlm.backbones.layers import (
     moved,
     plain,
     project,
+    settle,
     smooth,
 )
 from fedvlm.backbones.text import TextTower
@@ -110,7 +111,8 @@ class VisionTop:
     def _layer(self, i: int, layer: Layer, x: Tensor, change: Change, beside: Beside | None, one: bool) -> Tensor:
         """One layer, of the class token alone where that is all that is read."""
         (weight, bias), width = layer.qkv, x.shape[-1]
-        normed = asking = self._norm(x, layer.norm1)
+        x, normed = settle(x, None, layer.norm1, self.eps)
+        asking = normed
         if one:
             x = x[:, :, :1]
             asking = self._norm(x, layer.norm1)  # again: less than a slope in all of `normed` that is zero but there
@@ -121,8 +123,8 @@ class VisionTop:
         rows = (max(map(len, parts)), x.shape[1])
         query, key, value = (p.expand(rows[0], -1, -1, -1, -1).flatten(0, 1).transpose(1, 2) for p in parts)
         mixed = attend(query, key, value).transpose(1, 2).flatten(2).unflatten(0, rows)
-        x = x + project(mixed, layer.out, change, "out")
-        x = x + F.linear(self.activation(F.linear(self._norm(x, layer.norm2), *layer.fc1)), *layer.fc2)
+        x, normed = settle(x, project(mixed, layer.out, change, "out"), layer.norm2, self.eps)
+        x = x + F.linear(self.activation(F.linear(normed, *layer.fc1)), *layer.fc2)
         return x if beside is None else x + beside(i, asking)
 
     def _heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:

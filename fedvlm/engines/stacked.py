@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedvlm.core import Data, Params, nbytes
+from fedvlm.adapters.base import Adapter
+from fedvlm.core import Data, FedvlmError, Params, nbytes
 from fedvlm.engines.rows import Rows
 from fedvlm.method import Method
 
@@ -47,10 +48,16 @@ class Stacked:
         if self.chunk > 1:  # neighbours in size finish together; see Data.batches
             ids = ids[np.argsort(-self.data.counts("train")[ids], kind="stable")]
         down = moved(down, self.device)
-        for first in range(0, len(ids), self.chunk):
+        first = 0
+        while first < len(ids):
             part = ids[first : first + self.chunk]
             own = moved(self.rows.read(part, round if exchange or step != "train" else round - 1), self.device)
-            own, up = (moved(p, CPU) for p in self.method.play(step, own, down, self.at(part, round)))
+            try:
+                own, up = (moved(p, CPU) for p in self.method.play(step, own, down, self.at(part, round)))
+            except torch.OutOfMemoryError as lack:
+                self.narrow(lack)
+                continue
+            first += len(part)
             good = finite(own | up, len(part))
             if not good.all():
                 names = ", ".join(str(i) for i in part[~good])
@@ -63,6 +70,15 @@ class Stacked:
                 yield from one_by_one(part, up, self.method.sends)
             elif len(part):
                 yield part, up
+
+    def narrow(self, lack: Exception) -> None:
+        """Fewer clients side by side: what one of them gets does not depend on the others."""
+        if self.chunk == 1:
+            raise FedvlmError(
+                "the GPU's memory does not hold a single client's step; give a smaller batch=, precision=half or device=cpu"
+            ) from lack
+        self.chunk //= 2
+        self.warn(f"the GPU's memory is full: from here on {self.chunk} clients side by side (chunk={self.chunk})")
 
     def at(self, ids: np.ndarray, round: int) -> Data:
         """These clients' data at this moment of the run."""
@@ -97,4 +113,12 @@ def stack(method: Method, device: str = "cpu") -> int:
     """How many clients to train side by side: as many as keep their parameters within 4 MiB, near a core's cache; from
     there on a larger chunk gains nothing (benchmarks/speed.py measures it). A GPU gains for as long as they fit."""
     size = nbytes(method.initial) + nbytes(method.newcomer)
-    return int(max(1, min(method.adapter.most, (4 << (20 if device == "cpu" else 28)) // max(1, size))))
+    return int(max(1, min(widest(method.adapter, device), (4 << (20 if device == "cpu" else 28)) // max(1, size))))
+
+
+def widest(adapter: Adapter, device: str) -> int:
+    """What an adapter's `most` is on this device: that of a CPU, and so many times it as a GPU has 16 GiB."""
+    if device == "cpu":
+        return adapter.most
+    memory = int(torch.cuda.get_device_properties(device).total_memory)
+    return adapter.most * max(1, memory // (16 << 30))

@@ -1,0 +1,125 @@
+"""The GPU's own steps against torch's: on a GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CLIPConfig, CLIPModel
+
+pytest.importorskip("triton")
+
+from fedvlm.backbones import kernels, layers, load, text
+from fedvlm.backbones.text import TextTower
+from fedvlm.backbones.vision import VisionTop
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where conftest.py has Triton interpreted
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def far(one: Tensor, other: Tensor) -> float:
+    return float((one - other).detach().abs().max()) if one.numel() else 0.0
+
+
+def plainly(asked: Tensor, past: Tensor) -> Tensor:
+    clients, heads, before, places = max(len(asked), len(past)), past.shape[3], past.shape[4], asked.shape[2]
+    own = asked.expand(clients, -1, -1, -1).unflatten(-1, (3, heads, -1)).permute(3, 0, 1, 4, 2, 5)
+    old = past.expand(clients, asked.shape[1], -1, -1, -1, -1).unbind(2)
+    key, value = (torch.cat([a, b], -2) for a, b in zip(old, own[1:], strict=True))
+    seen = torch.ones(places, before + places, dtype=torch.bool, device=DEVICE).tril(before)
+    return F.scaled_dot_product_attention(own[0], key, value, attn_mask=seen).transpose(2, 3).flatten(3)
+
+
+@pytest.mark.parametrize(
+    ("asking", "clients", "rows", "places", "before", "heads", "size"),
+    [
+        (2, 2, 5, 7, 17, 2, 16),  # several sequences a tile, the last tile not full
+        (2, 1, 3, 20, 1, 2, 32),  # a prefix for all clients
+        (1, 3, 27, 3, 17, 1, 16),  # words for all clients
+        (2, 1, 1, 17, 0, 2, 16),  # nothing before
+        (1, 1, 2, 64, 64, 1, 64),  # as long as can be
+    ],
+)
+def test_short_attention(asking, clients, rows, places, before, heads, size):
+    asked = drawn(asking, rows, places, 3 * heads * size).requires_grad_()
+    words = drawn(clients, 1, before, 2 * heads * size, seed=1).requires_grad_()
+    past = layers.split(words, 2, heads)
+    assert kernels.short(asked.bfloat16(), past) and not kernels.short(asked, past)
+    assert not kernels.short(drawn(1, 1, 65, 3 * heads * size).bfloat16(), past)
+    found, expected = kernels.attend(asked, past), plainly(asked, past)
+    along = torch.randn_like(expected)
+    slopes = (torch.autograd.grad((out * along).sum(), (asked, words)) for out in (found, expected))
+    assert far(found, expected) < 1e-5
+    assert all(far(a, b) < 1e-5 for a, b in zip(*slopes, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 7, 48), (2, 3, 64), (1, 4, 33)])
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("used", ["total", "normed", "total normed"])
+def test_a_residual_and_its_norm(shape, both, used):
+    x, more = drawn(*shape).requires_grad_(), drawn(*shape, seed=1).requires_grad_() if both else None
+    weight, bias = 1 + 0.1 * drawn(shape[-1], seed=2), drawn(shape[-1], seed=3)
+    total = x if more is None else x + more
+    expected = {"total": total, "normed": F.layer_norm(total, shape[-1:], weight, bias, 1e-3)}
+    found = dict(zip(expected, kernels.settle(x, more, weight, bias, 1e-3), strict=True))
+    assert all(far(found[k], v) < 1e-5 for k, v in expected.items())
+    along = {k: torch.randn_like(x) for k in used.split()}
+    leaves = [x] if more is None else [x, more]
+    slopes = (
+        torch.autograd.grad(sum((out[k] * v).sum() for k, v in along.items()), leaves) for out in (found, expected)
+    )
+    assert all(far(a, b) < 1e-5 for a, b in zip(*slopes, strict=True))
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIPModel:
+    torch.manual_seed(0)
+    width = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = width | {"max_position_embeddings": 77, "hidden_act": "quick_gelu"}
+    vision = width | {"image_size": 32, "patch_size": 16}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval().to(DEVICE)
+
+
+def with_and_without(monkeypatch, work):
+    """What `work` gives by our kernels, and by torch alone."""
+    monkeypatch.setattr(kernels, "QUICK", kernels.NUMBERS)  # float32 too, to see more than roundings
+    for module in (layers, text):
+        monkeypatch.setattr(module, "kernels", lambda x: kernels)
+    ours = work()
+    for module in (layers, text):
+        monkeypatch.setattr(module, "kernels", lambda x: None)
+    return zip(ours, work(), strict=True)
+
+
+@pytest.mark.parametrize("kinds", [1, 3])
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_the_text_tower_by_either(monkeypatch, model, kinds, low_rank):
+    tower = TextTower.of(model, load("mini-clip").tokenizer)
+    plan = tower.plan(["ox", "grand piano", "a dollar bill"], 4)
+    context = 0.1 * drawn(2, kinds, 4, 64)
+    lora = (
+        {f"text.0.q.{k}": 0.1 * drawn(2, *shape) for k, shape in (("A", (4, 64)), ("B", (64, 4)))} if low_rank else {}
+    )
+
+    def work() -> tuple[Tensor, ...]:
+        leaves = {k: v.clone().requires_grad_() for k, v in ({"context": context} | lora).items()}
+        found = tower.features(plan, leaves["context"], lora={k: v for k, v in leaves.items() if k in lora})
+        return found, *torch.autograd.grad((found * drawn(*found.shape, seed=4)).sum(), list(leaves.values()))
+
+    assert all(far(a, b) < 1e-5 for a, b in with_and_without(monkeypatch, work))
+
+
+def test_the_image_tower_by_either(monkeypatch, model):
+    top, hidden = VisionTop.of(model), drawn(1, 3, 5, 64)
+    lora = {f"image.1.out.{k}": 0.1 * drawn(2, *shape) for k, shape in (("A", (4, 64)), ("B", (64, 4)))}
+
+    def work() -> tuple[Tensor, ...]:
+        leaves = {k: v.clone().requires_grad_() for k, v in lora.items()}
+        found = top.features(hidden, leaves)
+        return found, *torch.autograd.grad((found * drawn(*found.shape, seed=4)).sum(), list(leaves.values()))
+
+    assert all(far(a, b) < 1e-5 for a, b in with_and_without(monkeypatch, work))
