@@ -26,21 +26,21 @@ from fedvlm.report.tables import plus_minus
 from fedvlm.runs import Run
 
 GRID = (1e-3, 1e-2, 1e-1, 1.0)
-METHODS = (
-    *(
-        "zero-shot",
-        "promptfl",
-        "promptfolio",
-        "fedpgp",
-        "fedotp",
-        "fedlocoop",
-        "fedgallop",
-        "fedlapt",
-        "fedclip",
-        "fedot",
-    ),
-    *("focoop", "focoop-without-bos", "focoop-without-goc"),
-)
+METHODS = [
+    "zero-shot",
+    "promptfl",
+    "promptfolio",
+    "fedpgp",
+    "fedotp",
+    "fedlocoop",
+    "fedgallop",
+    "fedlapt",
+    "fedclip",
+    "fedot",
+    "focoop",
+    "focoop-without-bos",
+    "focoop-without-goc",
+]
 MEASURES = {"ACC": "acc", "CACC": "cacc", "FPR95": "fpr95", "AUROC": "auroc"}
 
 
@@ -103,12 +103,9 @@ def study(args: argparse.Namespace, given: dict[str, Any], rates: dict[str, floa
 
 def setup(method: str, given: dict[str, Any], args: argparse.Namespace, **more: Any) -> Any:
     chosen = given | more | ({"rounds": 0} if method == "zero-shot" else {})
-    made = resolve(method, chosen)
-    return (
-        resolve(method, chosen | {"precision": "half"})
-        if args.precision == "half" and hasattr(made.adapter, "precision")
-        else made
-    )
+    if hasattr(resolve(method, chosen).adapter, "precision"):
+        chosen["precision"] = args.precision
+    return resolve(method, chosen)
 
 
 def row(runs: list[Run]) -> list[str]:

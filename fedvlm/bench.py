@@ -28,8 +28,6 @@ _queue: Any = None
 
 def run_all(jobs: list[tuple[Setup, Path]], at_once: int, report: Report) -> list[Run]:
     """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end."""
-    if not jobs:
-        return []
     if len(jobs) == 1:
         (setup, folder), *_ = jobs
         return [train(setup, load_pool(setup), folder, lambda record: report(0, record, ""))]

@@ -234,8 +234,9 @@ class Method:
         up: Params = {}
         for half, task in self.halves.items():
             rows = []
+            read = self.adapter.read(task, mine, {})
             for i in range(len(data)):
-                rows.append(self._told(task, one_of(mine, i), *data.halves[half]))
+                rows.append(self._told(task, one_of(read, i), *data.halves[half]))
             up[half] = torch.stack(rows)
         return up
 

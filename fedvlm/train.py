@@ -226,6 +226,8 @@ def outputs(federation: Federation, engine: Stacked, shared: Params, round: int)
     """Final logits and features on every test image, shared and personal view: later questions need no rerun."""
     kept: dict[str, list[torch.Tensor]] = defaultdict(list)
     method, shared = engine.method.told(moved(shared, engine.device))
+    adapter, task = method.adapter, method.task
+    together = adapter.read(task, method.shared(shared), {}) if method.generalises else {}
     for i in range(federation.scored):
         low, high = (int(b) for b in federation.data.bounds[i, 2:])
         if low == high:
@@ -235,13 +237,13 @@ def outputs(federation: Federation, engine: Stacked, shared: Params, round: int)
         kept["label"].append(federation.data.y[low:high])
         kept["client"].append(torch.full((high - low,), i))
         kept["item"].append(torch.from_numpy(federation.items[low:high]))
-        views = {"shared": method.shared(shared)} if method.generalises else {}
+        views = {"shared": together} if method.generalises else {}
         if method.personalises:
-            views["personal"] = method.personal(own, shared, engine.at(me, round))
+            views["personal"] = adapter.read(task, method.personal(own, shared, engine.at(me, round)), together)
         for view, params in views.items():
-            for part in x.split(method.adapter.block, dim=1):
-                kept[f"{view}.logits"].append(method.model.logits(params, part)[0].cpu())
-                kept[f"{view}.features"].append(method.adapter.features(method.task, params, part)[0].cpu())
+            for part in x.split(adapter.block, dim=1):
+                kept[f"{view}.logits"].append(adapter.logits(task, params, part)[0].cpu())
+                kept[f"{view}.features"].append(adapter.features(task, params, part)[0].cpu())
     return save({k: torch.cat(v).contiguous() for k, v in kept.items()})
 
 

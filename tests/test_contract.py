@@ -13,6 +13,7 @@ import torch
 from conftest import TINY, example
 
 from fedvlm import parts
+from fedvlm.backbones.text import TextTower
 from fedvlm.config import recipe, recipes
 from fedvlm.core import Cohort, FedvlmError, nbytes, told
 from fedvlm.engines.stacked import Stacked
@@ -252,3 +253,33 @@ def test_slopes_by_hand_are_autograds(adapter, data):
         torch.testing.assert_close(loss, other)
         for a, b in zip(hand, auto, strict=True):
             torch.testing.assert_close(a, b)
+
+
+READERS = [n for n in parts.names("adapter") if parts.find("adapter", n).needs in ("text tower", "both towers")]
+
+
+@pytest.mark.parametrize("name", [n for n in READERS if n != "conditional"])  # whose images have words of their own
+def test_words_are_read_once_however_many_images(name, double, monkeypatch):
+    """An evaluation in small blocks, with outsiders to be told, reads no more than one block without them would."""
+    method, (_, data) = build(name, "sgd", "mean"), example(name)
+    nouns = getattr(method.adapter, "count", 0)
+    read, plain = [], TextTower._read
+
+    def count(tower, ends, shared, past, own, clients, *rest):
+        read.append(clients * len(ends))
+        return plain(tower, ends, shared, past, own, clients, *rest)
+
+    def reads(block, outside, beforehand):
+        read.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(method.adapter), "block", block)
+            if not beforehand:
+                patch.setattr(type(method.adapter), "read", lambda self, task, params, before: params)
+            engine = Stacked(method, replace(data, outside=data.x[:9] if outside else None), 6)
+            Cohort(engine, np.arange(6), 0).ask("score", method.init(6).shared)
+        return sum(read)
+
+    monkeypatch.setattr(TextTower, "_read", count)
+    once = reads(1 << 16, False, False)
+    assert reads(2, True, True) <= once + nouns * len(method.views) < reads(2, True, False) or not once
+    assert reads(2, True, True) == reads(1 << 16, True, True)

@@ -62,9 +62,7 @@ class Adapter:
     heavy: ClassVar[bool] = False  # whether a GPU is worth it
     most: ClassVar[int] = 1024  # clients side by side
     needs: ClassVar[str] = ""  # "image tower", "text tower": what of the backbone itself it calls
-    reads_words: ClassVar[bool] = (
-        False  # whether class vectors come out of a text tower, and `logits` takes them by `known`
-    )
+    reads_words: ClassVar[bool] = False  # whether a text tower makes class vectors; `logits` asks `known` for them
     pairs: ClassVar[bool] = False  # whether what is private has a shared twin, and `public` is written
     reads_nouns: ClassVar[bool] = False  # whether it needs names of outsiders, and has a field `candidates`
     transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
@@ -95,7 +93,7 @@ class Adapter:
 
     def known(self, task: Task, params: Params) -> Tensor:
         """The class vectors, read before or now."""
-        return params[READ] if READ in params else self.classes(task, params)
+        return params[READ][:, : len(task.classes)] if READ in params else self.classes(task, params)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -25,6 +25,7 @@ from fedvlm.seeds import generator
 
 @dataclass(frozen=True)
 class Conditional(Prompt):
+    reads_words: ClassVar[bool] = False  # beforehand: every image has its own
     block: ClassVar[int] = 64  # a larger one would not save a prompt
     most: ClassVar[int] = 2
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import READ, Task
 from fedvlm.adapters.prompt import Prompt
 from fedvlm.core import Batch, FedvlmError, Params, linear
 from fedvlm.seeds import generator, key
@@ -56,11 +56,16 @@ class Gallop(Prompt):
             params |= {"detail": several(self.wholes, self.details), "projection": torch.eye(task.dim)}
         return params
 
-    def prompts(self, task: Task, params: Params) -> dict[str, Tensor]:
-        """By kind, the class vectors of each prompt, [clients, prompts, classes, dim]."""
-        kinds = {k: params[k] for k in ("context", "detail") if k in params}
-        read = {k: super(Gallop, self).classes(task, {"context": v.flatten(0, 1)}) for k, v in kinds.items()}
-        return {k: v.unflatten(0, kinds[k].shape[:2]) for k, v in read.items()}
+    def prompts(self, task: Task, params: Params) -> Tensor:
+        """The class vectors of each prompt, the global ones first: [clients, prompts, classes, dim]."""
+        kinds = [params[k] for k in ("context", "detail") if k in params]
+        read = [super(Gallop, self).classes(task, {"context": v.flatten(0, 1)}) for v in kinds]
+        clients = max(map(len, kinds))
+        parts = [r.unflatten(0, v.shape[:2]).expand(clients, -1, -1, -1) for r, v in zip(read, kinds, strict=True)]
+        return torch.cat(parts, 1)
+
+    def read(self, task: Task, params: Params, before: Params) -> Params:
+        return params | {READ: self.prompts(task, params)}
 
     def classes(self, task: Task, params: Params) -> Tensor:
         return centre(self.prompts(task, params))
@@ -68,20 +73,20 @@ class Gallop(Prompt):
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x[:, :, 0].to(params["context"])
 
-    def similar(self, params: Params, text: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    def similar(self, params: Params, text: Tensor, x: Tensor) -> list[Tensor]:
         """By kind, the similarities [clients, examples, prompts, classes]."""
-        x = x.to(params["context"])
-        found = [torch.einsum("knd,kmcd->knmc", x[:, :, 0], text["context"])]
-        if "detail" in text:
+        x, whole, detail = x.to(text), text[:, : self.wholes], text[:, self.wholes :]
+        found = [torch.einsum("knd,kmcd->knmc", x[:, :, 0], whole)]
+        if self.details:
             moved = F.normalize(linear(x[:, :, 1:].flatten(1, 2), params["projection"]), dim=-1)
-            cosines = torch.einsum("knpd,kmcd->knmcp", moved.unflatten(1, (x.shape[1], -1)), text["detail"])
+            cosines = torch.einsum("knpd,kmcd->knmcp", moved.unflatten(1, (x.shape[1], x.shape[2] - 1)), detail)
             scales = [min(self.nearest * (m + 1), cosines.shape[-1]) for m in range(cosines.shape[2])]
             best = cosines.topk(scales[-1]).values
             found.append(torch.stack([best[:, :, m, :, :k].mean(-1) for m, k in enumerate(scales)], 2))
         return found
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        found = self.similar(params, self.prompts(task, params), x)
+        found = self.similar(params, params[READ] if READ in params else self.prompts(task, params), x)
         return task.scale * torch.stack([kind.mean(2) for kind in found]).mean(0)
 
     def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
@@ -107,6 +112,6 @@ class Gallop(Prompt):
         return torch.stack([super(Gallop, self).losses(one, y) for one in logits.unbind(2)]).sum(0)
 
 
-def centre(text: dict[str, Tensor]) -> Tensor:
+def centre(text: Tensor) -> Tensor:
     """One vector a class: the mean over all prompts, normalised."""
-    return F.normalize(torch.cat(list(text.values()), 1).mean(1), dim=-1)
+    return F.normalize(text.mean(1), dim=-1)

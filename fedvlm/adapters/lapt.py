@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import READ, Task
 from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.evaluate.detection import SCORES
@@ -70,7 +70,11 @@ class Lapt(Prompt):
         image, mixture = (super(Lapt, self).losses(one, y) for one in logits.unbind(2))
         return image + self.mixing * mixture
 
+    def read(self, task: Task, params: Params, before: Params) -> Params:
+        return params | {READ: self.prompts(task, params)} if task.nouns else super().read(task, params, before)
+
     def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        logits, classes = task.scale * x @ self.prompts(task, params).mT, len(task.classes)
+        every = params[READ] if READ in params else self.prompts(task, params)
+        logits, classes = task.scale * x @ every.mT, len(task.classes)
         odds = logits[..., :classes].logsumexp(-1) - logits[..., classes:].logsumexp(-1)
         return {k: score(logits[..., :classes]) for k, score in SCORES.items()} | {"mcm": odds}

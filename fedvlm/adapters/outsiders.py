@@ -65,9 +65,6 @@ class Outsiders(Prompt):
         own, nouns = self.classes(task, params), before[READ][:, len(task.classes) :]  # outsiders are everybody's
         return params | {READ: torch.cat([own, nouns.expand(len(own), -1, -1)], dim=1)}
 
-    def known(self, task: Task, params: Params) -> Tensor:
-        return params[READ][:, : len(task.classes)] if READ in params else self.classes(task, params)
-
     def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
         return task.scale * batch.x @ self.prompts(task, params).mT
 

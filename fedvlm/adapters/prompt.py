@@ -26,9 +26,7 @@ class Prompt(Adapter):
     position: Literal["end", "middle"] = "end"  # of the class name
     specific: bool = False  # a context for each class
     phrase: str = ""  # words to start from, in place of noise
-    precision: Literal["full", "half"] = (
-        "full"  # half: the frozen tower computes in bfloat16, what is learned stays float32
-    )
+    precision: Literal["full", "half"] = "full"  # half: the frozen tower is bfloat16, what is learned stays float32
 
     needs: ClassVar[str] = "text tower"
     aligns: ClassVar[str] = "classes"

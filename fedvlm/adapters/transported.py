@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import READ, Task
 from fedvlm.adapters.prompt import Prompt
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import key
@@ -61,8 +61,11 @@ class Transported(Prompt):
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x[:, :, 0].to(params["context"])
 
+    def read(self, task: Task, params: Params, before: Params) -> Params:
+        return params | {READ: self.prompts(task, params)}
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.match(x, self.prompts(task, params))
+        return task.scale * self.match(x, params[READ] if READ in params else self.prompts(task, params))
 
     def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         text = self.prompts(task, params)

@@ -141,13 +141,13 @@ def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, p
         raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
     if candidates:
         known = [known[k * len(known) // candidates] for k in range(min(candidates, len(known)))]
-    found = texts(backbone, known, partial(_in_words, pool.task.tower, template), f"noun {template} ", progress)
+    found = texts(backbone, known, partial(_embedded, pool.task.tower, template), f"noun {template} ", progress)
     assert found is not None
     far = outsiders(found @ pool.task.names().T, min(FARTHEST, len(known)))
     return replace(pool, task=pool.task._replace(nouns=tuple(known[k] for k in far.tolist())))
 
 
-def _in_words(tower: TextTower, template: str, names: list[str]) -> Tensor:
+def _embedded(tower: TextTower, template: str, names: list[str]) -> Tensor:
     """Embeddings of phrases; what stands before the name is read once for all of them, a third of the time in all."""
     before, after = template.split("{}", 1)
     context = tower.phrase(before.strip())[None, None]

@@ -31,8 +31,8 @@ from fedvlm.data.corruptions import KINDS, corrupt
 from fedvlm.data.source import Source, decode, digest
 from fedvlm.errors import nearest
 
-BATCH = 64
-PHRASES = 256
+BATCH = 64  # images to an encoder at a time
+PHRASES = 256  # and phrases
 SEGMENT, LARGE = 2048, 64 << 20  # rows, bytes: a crash loses at most this much
 
 Progress = Callable[[int, int], None]

@@ -53,12 +53,7 @@ class TextServer(Stages):
 
     @property
     def reader(self) -> Lora:
-        return Lora(
-            rank=self.text_rank,
-            layers=self.text_layers,
-            projections=("q", "k", "v", "out"),
-            towers="text",
-        )
+        return Lora(rank=self.text_rank, layers=self.text_layers, projections=("q", "k", "v", "out"), towers="text")
 
     def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
         return super().collects(task) | {"embeddings": (-1, task.dim), "labels": (-1,)}
@@ -107,12 +102,9 @@ class TextServer(Stages):
         return made
 
     def refuses(self, adapter: Adapter) -> str:
-        fits = getattr(adapter, "towers", "") == "image"
-        return (
-            ""
-            if fits
-            else "trains the text tower, beside clients that train the image tower; use adapter=lora towers=image"
-        )
+        if getattr(adapter, "towers", "") == "image":
+            return ""
+        return "trains the text tower, beside clients that train the image tower; use adapter=lora towers=image"
 
     def begin(self, model: Model, seed: int) -> tuple[Params, Params]:
         _, server = super().begin(model, seed)
