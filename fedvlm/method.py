@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.base import READ, Adapter, Task
 from fedvlm.core import TASK, Cohort, Data, FedvlmError, Params, State, lift, only
 from fedvlm.evaluate.detection import MEASURES, SCORES
 from fedvlm.local.copies import COPY, adapters
@@ -170,18 +170,27 @@ class Method:
         raise FedvlmError(f"unknown step '{step}'; a client answers {', '.join(STEPS)}")
 
     @torch.no_grad()
+    def ahead(self, step: str, down: Params) -> Params:
+        """The message, and what clients in one process need not each work out of it: the words of the shared model."""
+        if step != "score" or not self.generalises:
+            return down
+        method, rest = self.told(down)
+        return down | words(method.adapter.read(method.task, method.shared(rest), {}))
+
+    @torch.no_grad()
     def score(self, own: Params, down: Params, data: Data) -> Params:
         """Sums over each split of each client: [clients, 3] of how many, score and loss, for the shared view (the
         newcomer's row) and, where a client has something of its own, the personal view."""
         cells = 3 * len(data)
         count = np.diff(data.bounds, axis=1)
         up = {"count": torch.from_numpy(count).to(data.kind)}
-        models = {"shared": (self._together, self.shared(down))} if self.generalises else {}
+        read, down = words(down), {k: v for k, v in down.items() if k != READ}
+        models = {"shared": (self._together, self.shared(down) | read)} if self.generalises else {}
         if self.personalises:
             models["personal"] = (self._apart, self.personal(own, down, data))
         params: Params = {}
         for view, (parts, raw) in models.items():
-            params = self.adapter.read(self.task, raw, params)
+            params = raw if READ in raw else self.adapter.read(self.task, raw, params)
             up |= tally(view, cells, parts(params, data))
             if data.outside is not None:
                 up |= self.detect(view, params, data)
@@ -255,7 +264,7 @@ class Method:
         some = high > mid
         first, last = np.where(some, mid, low), np.where(some, high, mid)
         held_out = replace(data, bounds=np.stack([first, last, last, last], axis=1))
-        params = shared | only(own, self.adapter.private)
+        params = self.adapter.read(self.task, shared | only(own, self.adapter.private), {})
         one_for_all = all(len(v) == 1 for v in params.values())
         parts = (self._together if one_for_all else self._apart)(params, held_out)
         loss = tally("v", 3 * len(data), parts)["v.loss"][:, 0]
@@ -274,6 +283,11 @@ class Method:
     def _each(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         score, loss = self.adapter.learns.score(self.model.logits(params, x), y)
         return score.flatten(), loss.flatten()
+
+
+def words(params: Params) -> Params:
+    """What was read beforehand, if anything."""
+    return {k: v for k, v in params.items() if k == READ}
 
 
 def one_of(params: Params, i: int) -> Params:

@@ -293,7 +293,8 @@ def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
     assert len(export(run, tmp_path / "out")) >= 3
 
 
-def test_an_evaluation_reads_every_prompt_once(double, monkeypatch):
+@pytest.mark.parametrize("chunk", [6, 2, 1])
+def test_an_evaluation_reads_every_prompt_once(double, monkeypatch, chunk):
     """Of both views, with outsiders to be told: own contexts a client each, and what is shared once."""
     _, data = example("outsiders")
     method, read = focoop(), []
@@ -303,7 +304,7 @@ def test_an_evaluation_reads_every_prompt_once(double, monkeypatch):
         read.append(max(len(context), 1) * len(plan.ends))
         return plain(tower, plan, context, *rest, **more)
 
-    engine = Stacked(method, replace(data, outside=data.x[:9]), 6)
+    engine = Stacked(method, replace(data, outside=data.x[:9]), chunk)
     state = method.round(method.init(6), Cohort(engine, ABLE, 1))
     monkeypatch.setattr(TextTower, "features", count)
     Cohort(engine, np.arange(6), 1).ask("score", state.shared)

@@ -57,7 +57,7 @@ def test_short_attention(asking, clients, rows, places, before, heads, size):
     assert all(far(a, b) < 1e-5 for a, b in zip(*slopes, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 7, 48), (2, 3, 64), (1, 4, 33)])
+@pytest.mark.parametrize("shape", [(3, 2, 7, 48), (2, 3, 64), (1, 4, 33), (0, 8)])
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("used", ["total", "normed", "total normed"])
 def test_a_residual_and_its_norm(shape, both, used):

@@ -26,10 +26,9 @@ NUMBERS = (torch.bfloat16, torch.float32)
 QUICK = (torch.bfloat16,)  # whose small products a GPU has units for
 
 
-def short(asked: Tensor, past: Tensor) -> bool:
-    """Whether `attend` is the way to do it."""
-    small = asked.shape[2] <= TILE and past.shape[-2] <= TILE and past.shape[-1] in SIZES
-    return small and asked.dtype in QUICK
+def short(x: Tensor, past: Tensor) -> bool:
+    """Whether `attend` is the way to do it, for x [clients, rows, places, …] behind this past."""
+    return x.dtype in QUICK and x.shape[2] <= TILE and past.shape[-2] <= TILE and past.shape[-1] in SIZES
 
 
 def attend(asked: Tensor, past: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ def _forward(
     HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     tiles, head = tl.cdiv(every, whole), tl.program_id(1)
-    client, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * whole
+    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * whole
     p, b, s = tl.arange(0, PLACES)[:, None], tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
     at_old = past + client * past_client + head * past_head + b * past_place + s
     old_key = tl.load(at_old, mask=b < before, other=0.0)
@@ -124,7 +123,7 @@ def _backward(
     HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
     tiles, head = tl.cdiv(every, whole), tl.program_id(1)
-    client, first = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * whole
+    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * whole
     p, b, s = tl.arange(0, PLACES)[:, None], tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
     at_old = past + client * past_client + head * past_head + b * past_place + s
     old_key = tl.load(at_old, mask=b < before, other=0.0)
@@ -172,10 +171,8 @@ class Settle(torch.autograd.Function):
         ctx.both, x, width = more is not None, x.contiguous(), x.shape[-1]
         total, normed = torch.empty_like(x) if ctx.both else x, torch.empty_like(x)
         stats = x.new_empty(x.numel() // width, 2, dtype=torch.float32)
-        added, shapes = (
-            x if more is None else more.contiguous(),
-            {"WIDTH": triton.next_power_of_2(width), "BOTH": ctx.both},
-        )
+        added = x if more is None else more.contiguous()
+        shapes = {"WIDTH": triton.next_power_of_2(width), "BOTH": ctx.both}
         _settle[(len(stats),)](x, added, weight, bias, total, normed, stats, width, eps, **shapes)
         ctx.save_for_backward(total, weight, stats)
         return total, normed

@@ -345,7 +345,7 @@ class TextTower:
         x, normed = settle(x, None, layer.norm1, self.eps)
         at, to = torch.arange(len(ends), device=x.device), sent(ends, x.device)
         asking, state = (part[:, at, to][:, :, None] for part in (normed, x))
-        if kernels(x):  # to ask everywhere is less than a product and an attention of their own kind
+        if self._quick(normed, past[-1]):  # to ask everywhere is less than a product and an attention of their own kind
             mixed, own = self._look(layer, normed, past[-1], change)
             mixed = mixed[:, at, to][:, :, None]
         else:
@@ -361,10 +361,14 @@ class TextTower:
         """What each place sees, [clients, classes, places, width], and its own keys and values."""
         asked = project(normed, layer.qkv, change, "q", "k", "v")
         query, both = asked.split([self.width, 2 * self.width], -1)
-        own, fast = split(both, 2, self.heads), kernels(asked)
-        if fast and fast.short(asked, old):
-            return fast.attend(asked, old), own
+        own = split(both, 2, self.heads)
+        if quick := self._quick(normed, old):
+            return quick.attend(asked, old), own
         return self._mix(query, old, own, _seen(own.shape[-2], old.shape[-2], normed.device)), own
+
+    def _quick(self, x: Tensor, past: Tensor) -> Any:
+        fast = kernels(x)
+        return fast if fast and fast.short(x, past) else None
 
     def _mix(self, query: Tensor, old: Tensor, new: Tensor, seen: Tensor) -> Tensor:
         rows = (max(len(old), len(new), len(query)), new.shape[1])  # what all clients (or classes) share stands once

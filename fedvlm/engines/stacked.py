@@ -47,7 +47,7 @@ class Stacked:
         ids = np.sort(ids)
         if self.chunk > 1:  # neighbours in size finish together; see Data.batches
             ids = ids[np.argsort(-self.data.counts("train")[ids], kind="stable")]
-        down = moved(down, self.device)
+        down = self.method.ahead(step, moved(down, self.device))
         first = 0
         while first < len(ids):
             part = ids[first : first + self.chunk]

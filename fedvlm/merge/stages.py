@@ -44,6 +44,7 @@ class Stages(Mean):
     @torch.no_grad()
     def collect(self, model: Model, params: Params, data: Data) -> Params:
         score, block = model.adapter.learns.score, model.adapter.block
+        params = model.adapter.read(model.task, params, {})
         right = [score(model.logits(one, x), y[None])[0][0] for one, x, y in each(params, data, block)]
         return {"accuracy": by_client(right, data, block)}
 
