@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,17 @@ class Predictor:
     params: Params
     whose: str  # "shared", or a client's name
 
+    @cached_property
+    def ready(self) -> Params:
+        """The parameters, and what needs no image worked out once: words."""
+        with torch.no_grad():
+            return self.model.adapter.read(self.model.task, lift(self.params), {})
+
     @torch.no_grad()
     def probabilities(self, images: Sequence[Image.Image]) -> torch.Tensor:
         """Of each class or, where masks are learned, of each pixel to be inside."""
         x = look(self.backbone, [i.convert("RGB") for i in images], self.model.adapter.reads)
-        found = self.model.logits(lift(self.params), x[None])[0]
+        found = self.model.logits(self.ready, x[None])[0]
         return found.sigmoid() if self.model.adapter.learns is MASKS else found.softmax(-1)
 
     def masks(self, images: Sequence[str | Path | Image.Image]) -> list[Image.Image]:

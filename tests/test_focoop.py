@@ -288,9 +288,15 @@ def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
     assert {"acc", "auroc", "fpr95", "seemly_mass"} <= record.keys() and record["acc"] == record["P"]
     assert record["detection"]["newcomer"]["auroc"] <= 1 and run.info["data"]["nouns"]
     picture = next((images / "noto" / "bird").iterdir())
-    for client in ("", "twemoji"):
-        assert from_run(run, client).predict([picture])[0]
     assert len(export(run, tmp_path / "out")) >= 3
+    read, plain = [], TextTower.features
+    monkeypatch.setattr(TextTower, "features", lambda *args, **more: read.append(args[1]) or plain(*args, **more))
+    for client in ("", "twemoji"):
+        model = from_run(run, client)
+        assert model.predict([picture])[0]
+        once = len(read)
+        assert model.predict([picture] * 3, batch=1)[0] == model.predict([picture])[0]
+        assert len(read) == once, "words are read once for all pictures"
 
 
 @pytest.mark.parametrize("chunk", [6, 2, 1])
