@@ -12,16 +12,14 @@ other (pixels stand ready: neither reading nor resizing is counted); ours starts
 same parameters: "apart" is the largest difference over the largest step that training took. All are CPU-seconds,
 time.process_time.
 
---gpu takes a random model of ViT-B/16's size (speed does not ask what weights say): the trained part of a step, from
-random activations that lie on the device as float32, to the slopes of all low-rank changes and Adam's step. FLOPs by
-formula, 2 a multiply-add, of an image with t tokens, width w, m trained layers of which the last is read at one token
-only, rank r, d dimensions:
-  products    (m − 1) 24 w² t + 4 w² t + 20 w² + 2 w d     and as much again for slopes, but 6 w² t that the first needs not
-  attention   (m − 1) 4 w t² + 4 w t                       and twice that for slopes (what is computed again, not counted)
-  low-rank    4 r w for each place and projection          and twice that for slopes, but 2 r w of q, k, v in the first layer
+--gpu takes a random model of ViT-B/16's size: the trained part of a step, from random activations that lie on the device
+as float32, to the slopes of all low-rank changes and Adam's step. FLOPs by formula (roofline.py's for products and
+attention; t tokens, width w, rank r):
+  products    and as much again for slopes, but 6 w² t that the first trained layer needs not
+  attention   and twice that for slopes (what is computed again, not counted)
+  low-rank    4 r w for each place and projection, and twice that for slopes, but 2 r w of q, k, v in the first layer
 A stage-2 batch is two forward passes (the old policy with noise, the reference) and three with slopes. In bfloat16 as many
-clients lie side by side as the stacked engine takes there. The share is of the rate of a large bfloat16 product on the same
-device in the same run, over and over for as long as a step takes: a device kept busy runs slower than at its first product.
+clients lie side by side as the stacked engine takes there. The share is roofline.py's.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from prompts import clock, matrix_rate
+from roofline import COLUMNS, image_flops, line, matrix_rate, random_clip
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,7 +54,6 @@ from fedvlm.local.two_stage import TwoStage
 from fedvlm.method import Method
 
 RATIO = 2.5  # fewer CPU-seconds
-SHARE = 40  # per cent of the matrix product's rate, bfloat16
 NEAR = 0.02  # how far apart the two sides may end: Adam makes whole steps of slopes near zero
 CLIENTS, IMAGES = 5, 64
 
@@ -168,42 +165,25 @@ def hooked(encoder: Any, lora: Params, scale: float) -> Iterator[None]:
 
 
 def device(name: str, clients: int, small: bool) -> None:
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes, pixels, dim, images, square = {"vision": (768, 12, 12), "text": (512, 12, 8)}, 224, 512, 64, 8192
-    if small:
-        sizes, pixels, dim, images, square = {"vision": (64, 3, 2), "text": (64, 3, 2)}, 64, 32, 8, 256
-    layers, (width, depth, _) = 3, sizes["vision"]
-    shapes = {}
-    for part, (wide, deep, heads) in sizes.items():
-        shapes[part] = {"hidden_size": wide, "intermediate_size": 4 * wide, "num_hidden_layers": deep}
-        shapes[part] |= {"num_attention_heads": heads}
-    shapes["vision"] |= {"image_size": pixels, "patch_size": 16}
-    torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(vision_config=shapes["vision"], text_config=shapes["text"], projection_dim=dim)).eval()
+    images, tokens, layers = (8, 17, 3) if small else (64, 197, 3)
+    model = random_clip((64, 3, 2), (64, 3, 2), 64, 32) if small else random_clip((512, 12, 8), (768, 12, 12), 224, 512)
     tower = Both(VisionTop.of(model), TextTower.of(model, None))
-    classes, tokens = 100, (pixels // 16) ** 2 + 1
-    words = F.normalize(torch.randn(classes, dim), dim=-1)
-    task = Task(tuple(map(str, range(classes))), words, dim, 100.0, tower).to(torch.device(name))
-    roof = matrix_rate(square, name)
+    words = F.normalize(torch.randn(100, len(tower.image.projection)), dim=-1)
+    task = Task(tuple(map(str, range(len(words)))), words, words.shape[1], 100.0, tower).to(torch.device(name))
+    roof = matrix_rate(256 if small else 8192, name)
     rows = []
     for precision, numbers in (("full", "float32"), ("half", "bfloat16")):
         adapter = Lora(layers=layers, projections=("q", "k", "v", "out"), towers="image", precision=precision)
-        forward, slopes = formula(tower.image, tokens, layers, adapter.rank)
+        forward, slopes = formula(tower.image.last(layers), tokens, adapter.rank)
         work = {"forward": forward, "SFT": forward + slopes, "RL": 2 * forward + 3 * (forward + slopes)}
         many = clients or (widest(adapter, name) if precision == "half" else Lora.most)
-        for what, step in steps(Model(adapter, task), many, images, (tokens, width), name).items():
-            took, flops = clock(step, name), many * images * work[what]
-            share, bar = 100 * flops / took / roof, SHARE if precision == "half" and what != "forward" else 0
-            verdict = [f"{bar} %", "met" if share >= bar else "MISSED"] if bar and name != "cpu" else ["", ""]
-            rows.append(
-                [f"{what}, {numbers}, {many} clients × {images} images", f"{many * images / took:,.0f}",
-                 f"{1e3 * took:.2f}", f"{flops / 1e9:,.4g}", f"{flops / took / 1e12:.3g}", f"{share:.1f} %", *verdict]
-            )  # fmt: skip
-    print(
-        f"a batch, LoRA in the last {layers} of {depth} layers; a stage-2 batch is two forward passes and three with slopes"
-    )
-    console.rows(["", "images/s", "ms", "GFLOP", "TFLOP/s", "share", "bar", "verdict"], rows)
+        for what, step in steps(Model(adapter, task), many, images, (tokens, tower.image.width), name).items():
+            told, count = f"{what}, {numbers}, {many} clients × {images} images", many * images
+            judged = precision == "half" and what != "forward"
+            rows.append(line(told, count, step, count * work[what], name, roof, judged))
+    print(f"a batch, LoRA in the last {layers} of {len(tower.image.layers)} layers; in stage 2,", end=" ")
+    print("two forward passes and three with slopes")
+    console.rows(["", *COLUMNS], rows)
 
 
 def steps(
@@ -238,12 +218,9 @@ def steps(
     return {"forward": forward, "SFT": sft, "RL": rl}
 
 
-def formula(top: VisionTop, t: int, m: int, r: int) -> tuple[float, float]:
+def formula(top: VisionTop, t: int, r: int) -> tuple[float, float]:
     """FLOPs of an image, forward and for slopes; see above."""
-    d, w = top.projection.shape
-    whole = m - 1
-    products = whole * 24 * w * w * t + 4 * w * w * t + 20 * w * w + 2 * w * d
-    attention = whole * 4 * w * t * t + 4 * w * t
+    (products, attention), w, whole = image_flops(top, t), top.width, len(top.layers) - 1
     low_rank = 4 * r * w * (whole * 4 * t + 2 * t + 2)
     first = 3 * t if whole else 2 * t + 1  # places × projections whose input needs no slope
     return products + attention + low_rank, products + 2 * attention + 2 * low_rank - (2 * w * w + 2 * r * w) * first

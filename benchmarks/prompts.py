@@ -14,28 +14,27 @@ what encoding the same images once costs is printed. All are CPU-seconds, time.p
 
 --gpu takes a random model of ViT-B/16's size (speed does not ask what weights say), in bfloat16 as many clients side by
 side as the stacked engine takes there. FLOPs by formula, 2 a multiply-add, padding not counted:
-  image    (L − 1)(24 w² t + 4 w t²) + 4 w² t + 20 w² + 4 w t + 2 w d     w width, t tokens, L layers, d dimensions
-  prompt   (L − 1)(24 w² p + 4 w p (b + p)) + 4 w² p + 20 w² + 4 w (b + p) + 2 w d     p own places after b seen before
+  image    roofline.py's
+  prompt   (L − 1)(24 w² p + 4 w p (b + p)) + 4 w² p + 20 w² + 4 w (b + p) + 2 w d     w width, L layers, d dimensions,
+                                                                                  p own places after b seen before
   prefix   (L − 1)(24 w² b + 4 w b²) + 4 w² b     once a client where classes share a context, else [start]: a constant
   and with the slope in the context twice the products and 3.5 times the attention: the weights are frozen.
-Images go through every layer from their patches' embeddings, as vpt and fedmaple run them. The share is of the rate of a
-large bfloat16 product on the same device in the same run, over and over for as long as a step takes: a device that is kept
-busy runs slower than at its first product.
+Images go through every layer from their patches' embeddings, as vpt and fedmaple run them; the share is roofline.py's.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from roofline import COLUMNS, image_flops, line, matrix_rate, random_clip
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,7 +55,6 @@ from fedvlm.local.bdro import STRIDE, Bdro, noise
 from fedvlm.method import Method
 
 BARS = {"promptfl": 20.0, "focoop": 2.5, "focoop, bfloat16": 4.0}
-SHARE = 40  # per cent of the matrix product's rate, clients stacked, bfloat16
 NEAR = 1e-3  # how far apart the two sides may end
 
 
@@ -319,41 +317,18 @@ def compare(full: Method, half: Method, federation: Federation, count: int) -> N
 
 
 def device(name: str, small: bool) -> None:
-    from transformers import CLIPConfig, CLIPModel
-
-    size = {"text": (512, 12, 8), "vision": (768, 12, 12), "pixels": 224, "dim": 512, "classes": 1000, "own": 100}
-    if small:
-        size = {"text": (64, 2, 2), "vision": (64, 2, 2), "pixels": 32, "dim": 64, "classes": 20, "own": 5}
-    clients, images, square = (2, 4, 256) if small else (8, 256, 8192)
-    shapes = {}
-    for part in ("text", "vision"):
-        width, deep, heads = size[part]
-        shapes[part] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": deep}
-        shapes[part] |= {"num_attention_heads": heads, "projection_dim": size["dim"]}
-    shapes["text"] |= {"max_position_embeddings": 77, "vocab_size": 49408, "eos_token_id": 49407}
-    shapes["vision"] |= {"image_size": size["pixels"], "patch_size": 16}
-    torch.manual_seed(0)
-    config = CLIPConfig(text_config=shapes["text"], vision_config=shapes["vision"], projection_dim=size["dim"])
-    model = CLIPModel(config).eval().requires_grad_(False)
+    model = random_clip((64, 2, 2), (64, 2, 2), 32, 64) if small else random_clip((512, 12, 8), (768, 12, 12), 224, 512)
     tower = TextTower.of(model, backbones.load("mini-clip").tokenizer)
-    roof = matrix_rate(square, name)
+    roof = matrix_rate(256 if small else 8192, name)
     if name == "cuda":
         ours, own = kernels_apart(tower.to(device=name))
         print(f"bfloat16 is {ours:.1e} from float32 by our kernels, {own:.1e} by torch alone")
-    rows = [*see(VisionTop.of(model), images, size, name, roof), *read(tower, clients, size, name, roof)]
-    console.rows(["", "a second", "ms", "GFLOP", "TFLOP/s", "share", "bar", "verdict"], rows)
-
-
-def matrix_rate(square: int, device: str) -> float:
-    """FLOP/s of a large bfloat16 product, twenty in a row."""
-    a, times = torch.randn(square, square, device=device, dtype=torch.bfloat16), 20
-    once = 2 * square**3 / clock(lambda: a @ a, device)
-    roof = times * 2 * square**3 / clock(lambda: [a @ a for _ in range(times)], device)
-    where = torch.cuda.get_device_name() if device == "cuda" else device
-    print(
-        f"{where}: a {square}² bfloat16 product runs at {once / 1e12:.3g} TFLOP/s, {times} in a row at {roof / 1e12:.3g}"
-    )
-    return roof
+    images, tokens = (4, 5) if small else (256, 197)
+    rows = [
+        *see(VisionTop.of(model), images, tokens, name, roof),
+        *read(tower, 2 if small else Prompt.most, (20, 5) if small else (1000, 100), name, roof),
+    ]
+    console.rows(["", *COLUMNS], rows)
 
 
 def kernels_apart(tower: TextTower) -> list[float]:
@@ -364,7 +339,7 @@ def kernels_apart(tower: TextTower) -> list[float]:
     found = []
     for kind, fast in ((torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
         here, leaf = tower.to(kind), context.to(tower.token.device).requires_grad_()
-        with contextlib.nullcontext() if fast else only_torch():
+        with nullcontext() if fast else only_torch():
             features = here.features(plan, leaf)
         found.append((features.detach(), torch.autograd.grad(features.square().cumsum(-1).sum(), leaf)[0]))
     (true, slope), *others = found
@@ -381,35 +356,9 @@ def only_torch() -> Iterator[None]:
         layers.kernels = text.kernels = inner
 
 
-def clock(work: Callable[[], object], device: str, times: int = 10) -> float:
-    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    took = []
-    for k in range(times + 2):
-        wait()
-        began = time.perf_counter()
-        work()
-        wait()
-        if k > 1:  # the first warm up
-            took.append(time.perf_counter() - began)
-    return float(np.median(took))
-
-
-def line(what: str, count: int, work: Callable[[], object], flops: float, device: str, roof: float, bar: int) -> list:
-    took = clock(work, device)
-    share = 100 * flops / took / roof
-    verdict = [f"{bar} %", "met" if share >= bar else "MISSED"] if bar else ["", ""]
-    return [
-        what, f"{count / took:,.0f}", f"{1e3 * took:.2f}", f"{flops / 1e9:,.4g}", f"{flops / took / 1e12:.3g}",
-        f"{share:.1f} %", *verdict,
-    ]  # fmt: skip
-
-
-def see(top: VisionTop, images: int, size: dict[str, Any], device: str, roof: float) -> list[list[str]]:
-    tokens = (size["pixels"] // 16) ** 2 + 1
+def see(top: VisionTop, images: int, tokens: int, device: str, roof: float) -> list[list[str]]:
     hidden = torch.randn(1, images, tokens, top.width, device=device)
-    w, deep = top.width, len(top.layers) - 1
-    each = deep * (24 * w * w * tokens + 4 * w * tokens**2) + 4 * w * w * tokens + 20 * w * w + 4 * w * tokens
-    each += 2 * w * len(top.projection)
+    flops = images * sum(image_flops(top, tokens))
     rows = []
     for kind in (torch.float32, torch.bfloat16):
         here = top.to(kind, device)
@@ -418,22 +367,22 @@ def see(top: VisionTop, images: int, size: dict[str, Any], device: str, roof: fl
             with torch.no_grad():
                 here.features(hidden)
 
-        bar = SHARE if kind is torch.bfloat16 and device != "cpu" else 0
-        rows.append(line(f"images, {str(kind)[6:]}", images, work, images * each, device, roof, bar))
+        rows.append(line(f"images, {str(kind)[6:]}", images, work, flops, device, roof, kind is torch.bfloat16))
     return rows
 
 
-def read(tower: TextTower, few: int, size: dict[str, Any], device: str, roof: float) -> list[list[str]]:
+def read(tower: TextTower, few: int, prompts: tuple[int, int], device: str, roof: float) -> list[list[str]]:
+    """So many prompts that share a context, and so many with their own."""
     known = nouns()
     rows = []
     for kind in (torch.float32, torch.bfloat16):
-        here, half = tower.to(dtype=kind, device=device), kind is torch.bfloat16 and device != "cpu"
-        clients = widest(Prompt(), device) if half else few
-        for what, classes, own in (("shared", size["classes"], False), ("own", size["own"], True)):
+        here, half = tower.to(dtype=kind, device=device), kind is torch.bfloat16
+        clients = widest(Prompt(), device) if half and device != "cpu" else few
+        for what, classes in zip(("shared", "own"), prompts, strict=True):
+            own = what == "own"
             plan = here.plan([known[k * len(known) // classes] for k in range(classes)], 16)
             context = torch.randn(clients, classes if own else 1, 16, here.token.shape[1], device=device) * 0.02
             along = torch.randn(clients, classes, len(here.projection), device=device)
-            bar = SHARE if half else 0
 
             def forward(here: TextTower = here, plan: Plan = plan, context: Tensor = context) -> None:
                 with torch.no_grad():
@@ -447,7 +396,7 @@ def read(tower: TextTower, few: int, size: dict[str, Any], device: str, roof: fl
 
             products, attention = formula(here, plan, clients, own)
             name = f"{clients} clients × {classes} prompts, {what} context, {str(kind)[6:]}"
-            count, rest = clients * classes, (device, roof, bar)
+            count, rest = clients * classes, (device, roof, half)
             rows.append(line(name, count, forward, products + attention, *rest))
             rows.append(line(f"{name}, with slopes", count, both, 2 * products + 3.5 * attention, *rest))
     return rows

@@ -75,6 +75,17 @@ def test_a_residual_and_its_norm(shape, both, used):
     assert all(far(a, b) < 1e-5 for a, b in zip(*slopes, strict=True))
 
 
+def test_where_kernels_do_not_work_torch_does(monkeypatch):
+    kernels.probe(DEVICE)
+    monkeypatch.setattr(kernels, "attend", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kernels.probe(DEVICE)
+    layers.in_triton.cache_clear()
+    with pytest.warns(UserWarning, match="slower"):
+        assert layers.in_triton() is None
+    layers.in_triton.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def model() -> CLIPModel:
     torch.manual_seed(0)

@@ -26,6 +26,14 @@ NUMBERS = (torch.bfloat16, torch.float32)
 QUICK = (torch.bfloat16,)  # whose small products a GPU has units for
 
 
+def probe(device: str = "cuda") -> None:
+    """Does everything once, on next to nothing: an error where a compiler is lacking, or the device is not known."""
+    with torch.enable_grad():
+        asked = torch.zeros(1, 1, 2, 48, device=device, dtype=QUICK[0], requires_grad=True)
+        past, one = (torch.zeros(*shape, device=device, dtype=QUICK[0]) for shape in ((1, 1, 2, 1, 1, 16), (16,)))
+        torch.autograd.grad(settle(attend(asked, past), None, one, one, 1e-5)[1].sum(), asked)
+
+
 def short(x: Tensor, past: Tensor) -> bool:
     """Whether `attend` is the way to do it, for x [clients, rows, places, …] behind this past."""
     return x.dtype in QUICK and x.shape[2] <= TILE and past.shape[-2] <= TILE and past.shape[-1] in SIZES
@@ -78,6 +86,26 @@ def _launch(asked: Tensor, past: Tensor, places: int) -> tuple[tuple[int, int], 
 
 
 @triton.jit
+def _gather(
+    asked, past, every, whole, before, of_client, of_place, past_client, past_part, past_head, past_place,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """A program's places, which of them there are, and what lies there: query, key, value, and the prefix's two."""
+    tiles, head = tl.cdiv(every, whole), tl.program_id(1)
+    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * whole
+    p, b, s = tl.arange(0, PLACES)[:, None], tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
+    at_old = past + client * past_client + head * past_head + b * past_place + s
+    old_key = tl.load(at_old, mask=b < before, other=0.0)
+    old_value = tl.load(at_old + past_part, mask=b < before, other=0.0)
+    here = (p < whole) & (first + p < every)
+    at = asked + client * of_client + (first + p) * of_place + head * SIZE + s
+    query = tl.load(at, mask=here, other=0.0)
+    key = tl.load(at + HEADS * SIZE, mask=here, other=0.0)
+    value = tl.load(at + 2 * HEADS * SIZE, mask=here, other=0.0)
+    return client * every + first + p, here, query, key, value, old_key, old_value
+
+
+@triton.jit
 def _weights(query, key, old_key, places, before, scale, PLACES: tl.constexpr, BEFORE: tl.constexpr):
     """Of a sequence's own places and of the prefix, for each place."""
     p, b = tl.arange(0, PLACES), tl.arange(0, BEFORE)
@@ -98,22 +126,15 @@ def _forward(
     of_client, of_place, past_client, past_part, past_head, past_place,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    tiles, head = tl.cdiv(every, whole), tl.program_id(1)
-    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * whole
-    p, b, s = tl.arange(0, PLACES)[:, None], tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
-    at_old = past + client * past_client + head * past_head + b * past_place + s
-    old_key = tl.load(at_old, mask=b < before, other=0.0)
-    old_value = tl.load(at_old + past_part, mask=b < before, other=0.0)
-    here = (p < whole) & (first + p < every)
-    at = asked + client * of_client + (first + p) * of_place + head * SIZE + s
-    query = tl.load(at, mask=here, other=0.0)
-    key = tl.load(at + HEADS * SIZE, mask=here, other=0.0)
-    value = tl.load(at + 2 * HEADS * SIZE, mask=here, other=0.0)
+    place, here, query, key, value, old_key, old_value = _gather(
+        asked, past, every, whole, before, of_client, of_place, past_client, past_part, past_head, past_place,
+        HEADS, SIZE, PLACES, BEFORE,
+    )  # fmt: skip
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     own, old = _weights(query, key, old_key, places, before, scale, PLACES, BEFORE)
     mixed = tl.dot(own.to(value.dtype), value, input_precision="ieee")
     mixed += tl.dot(old.to(value.dtype), old_value, input_precision="ieee")
-    to = out + (client * every + first + p) * (HEADS * SIZE) + head * SIZE + s
-    tl.store(to, mixed.to(value.dtype), mask=here)
+    tl.store(out + place * (HEADS * SIZE) + at, mixed.to(value.dtype), mask=here)
 
 
 @triton.jit
@@ -122,19 +143,12 @@ def _backward(
     of_client, of_place, past_client, past_part, past_head, past_place,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr, WANTED: tl.constexpr,
 ):  # fmt: skip
-    tiles, head = tl.cdiv(every, whole), tl.program_id(1)
-    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * whole
-    p, b, s = tl.arange(0, PLACES)[:, None], tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
-    at_old = past + client * past_client + head * past_head + b * past_place + s
-    old_key = tl.load(at_old, mask=b < before, other=0.0)
-    old_value = tl.load(at_old + past_part, mask=b < before, other=0.0)
-    here = (p < whole) & (first + p < every)
-    at = asked + client * of_client + (first + p) * of_place + head * SIZE + s
-    query = tl.load(at, mask=here, other=0.0)
-    key = tl.load(at + HEADS * SIZE, mask=here, other=0.0)
-    value = tl.load(at + 2 * HEADS * SIZE, mask=here, other=0.0)
-    place = client * every + first + p
-    down = tl.load(slope + place * (HEADS * SIZE) + head * SIZE + s, mask=here, other=0.0)
+    place, here, query, key, value, old_key, old_value = _gather(
+        asked, past, every, whole, before, of_client, of_place, past_client, past_part, past_head, past_place,
+        HEADS, SIZE, PLACES, BEFORE,
+    )  # fmt: skip
+    at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
+    down = tl.load(slope + place * (HEADS * SIZE) + at, mask=here, other=0.0)
     own, old = _weights(query, key, old_key, places, before, scale, PLACES, BEFORE)
     of_own = tl.dot(down, tl.trans(value), input_precision="ieee")
     of_old = tl.dot(down, tl.trans(old_value), input_precision="ieee")
@@ -142,7 +156,7 @@ def _backward(
     of_own = (own * (of_own - mean) * scale).to(key.dtype)
     of_old = (old * (of_old - mean) * scale).to(key.dtype)
     own, old = own.to(key.dtype), old.to(key.dtype)
-    to = of_asked + place * (3 * HEADS * SIZE) + head * SIZE + s
+    to = of_asked + place * (3 * HEADS * SIZE) + at
     of_query = tl.dot(of_own, key, input_precision="ieee") + tl.dot(of_old, old_key, input_precision="ieee")
     tl.store(to, of_query.to(key.dtype), mask=here)
     of_key = tl.dot(tl.trans(of_own), query, input_precision="ieee")
@@ -150,7 +164,8 @@ def _backward(
     of_value = tl.dot(tl.trans(own), down, input_precision="ieee")
     tl.store(to + 2 * HEADS * SIZE, of_value.to(key.dtype), mask=here)
     if WANTED:
-        to = parts + ((tl.program_id(0).to(tl.int64) * 2 * HEADS + head) * before + b) * SIZE + s
+        b, s = tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
+        to = parts + ((tl.program_id(0).to(tl.int64) * 2 * HEADS + tl.program_id(1)) * before + b) * SIZE + s
         tl.store(to, tl.dot(tl.trans(of_old), query, input_precision="ieee"), mask=b < before)
         tl.store(to + HEADS * before * SIZE, tl.dot(tl.trans(old), down, input_precision="ieee"), mask=b < before)
 

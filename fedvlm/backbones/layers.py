@@ -13,7 +13,9 @@ Everything has a client axis first; where that is 1, it serves all clients.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -88,14 +90,22 @@ def settle(x: Tensor, more: Tensor | None, norm: Affine, eps: float) -> tuple[Te
 
 
 def kernels(x: Tensor) -> Any:
-    """Steps of our own for a GPU, where Triton is there (torch brings it along) and x is of their numbers."""
-    if not x.is_cuda:
-        return None
+    """Steps of our own for a GPU, where they work and x is of their numbers."""
+    found = in_triton() if x.is_cuda else None
+    return found if found and x.dtype in found.NUMBERS else None
+
+
+@cache
+def in_triton() -> Any:
+    """torch brings Triton along, but not everywhere, nor the C compiler it needs: without, torch's own steps serve."""
     try:
         from fedvlm.backbones import kernels
-    except ImportError:
+
+        kernels.probe()
+    except Exception as error:
+        warnings.warn(f"no GPU kernels of our own, so prompts and layers are slower: {error}", stacklevel=2)
         return None
-    return kernels if x.dtype in kernels.NUMBERS else None
+    return kernels
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
