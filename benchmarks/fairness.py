@@ -27,7 +27,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.evaluate.protocols import by_seed
 from fedvlm.merge.mean import combine
 from fedvlm.report.tables import plus_minus
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 MERGES, LOCALS = ("mean", "ga", "faa"), ("sgd", "prox", "ditto", "perfedavg", "bgp")
 

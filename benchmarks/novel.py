@@ -24,7 +24,7 @@ from fedvlm.commands import jobs_of, run_all
 from fedvlm.config import resolve
 from fedvlm.evaluate.protocols import MEASURES, by_seed, row
 from fedvlm.report.tables import DASH, plus_minus
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {  # name here → recipe, and what is changed in it
     "zero-shot": ("zero-shot", {}),

@@ -23,7 +23,7 @@ from fedvlm.commands import jobs_of, run_all
 from fedvlm.config import resolve
 from fedvlm.evaluate.views import selection
 from fedvlm.report.tables import plus_minus
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 GRID = (1e-3, 1e-2, 1e-1, 1.0)
 METHODS = [

@@ -20,7 +20,7 @@ from fedvlm.commands import encoded, run_all
 from fedvlm.config import resolve
 from fedvlm.evaluate.views import selection
 from fedvlm.report import tables
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 METHODS = [

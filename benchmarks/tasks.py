@@ -21,7 +21,7 @@ from fedvlm.commands import jobs_of, run_all
 from fedvlm.config import resolve
 from fedvlm.evaluate.protocols import by_seed
 from fedvlm.report.tables import plus_minus
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 PAPER = ("fedavg", "fedprox", "afl", "q-ffl", "ditto", "perfedavg", "ga", "grace", "fft-gp")
 MORE = {  # the other merges, and FFT-GP's halves

@@ -1,16 +1,48 @@
-"""fedvlm: federated adaptation of frozen vision-language models."""
+"""fedvlm: federated adaptation of frozen vision-language models.
 
-from pathlib import Path
+import fedvlm
+run = fedvlm.run("fedot", data="path/to/images", unseen="sketch", rounds=50)
+run.table(), run.figure(), run.predict("image.jpg", client="photo")
+fedvlm.bench(["fedot", "fedclip"], data="path/to/images", seeds=[50, 77, 98]).table()
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedvlm.use import Predictor
+    from fedvlm.api import Description as Description
+    from fedvlm.api import Run as Run
+    from fedvlm.api import Runs as Runs
+    from fedvlm.api import bench as bench
+    from fedvlm.api import describe as describe
+    from fedvlm.api import load as load
+    from fedvlm.api import methods as methods
+    from fedvlm.api import run as run
+    from fedvlm.api import runs as runs
+    from fedvlm.data.objects import dataset as dataset
+    from fedvlm.errors import FedvlmError as FedvlmError
+    from fedvlm.predictor import Predictor as Predictor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+_HOMES = {
+    "fedvlm.api": ("Description", "Run", "Runs", "bench", "describe", "load", "methods", "run", "runs"),
+    "fedvlm.data.objects": ("dataset",),
+    "fedvlm.errors": ("FedvlmError",),
+    "fedvlm.predictor": ("Predictor",),
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
-def load(folder: str | Path) -> "Predictor":
-    """What `fedvlm export` wrote, ready to predict."""
-    from fedvlm import use
+def __getattr__(name: str) -> object:
+    """Public names are imported when first used, so that `import fedvlm` does not import torch."""
+    for home, names in _HOMES.items():
+        if name in names:
+            found = getattr(import_module(home), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module 'fedvlm' has no attribute '{name}'")
 
-    return use.load(folder)
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,38 +1,136 @@
-"""The command line: `fedvlm COMMAND [words] [key=value …]`. Keys are the fields of the dataclasses (see `fedvlm show`)."""
+"""The command line: `fedvlm COMMAND [words] [key=value …]`. Keys are the fields of the dataclasses (see `fedvlm show`).
+
+Only the chosen command's module is imported, so that commands without training answer at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import fedvlm
-from fedvlm import commands
-from fedvlm.core import FedvlmError
+from fedvlm.errors import FedvlmError, nearest
 
-Argument = tuple[str, dict[str, Any]]
 
-PAIRS: Argument = ("pairs", {"nargs": "*", "metavar": "key=value"})
-RUNS: Argument = ("runs", {"nargs": "+", "metavar": "RUN"})
-RUN: Argument = ("run", {"metavar": "RUN"})
-METHOD: Argument = ("method", {"metavar": "METHOD"})
-CSV: Argument = ("--csv", {"metavar": "FILE", "help": "also write the table as CSV"})
-LATEX: Argument = ("--latex", {"metavar": "FILE", "help": "also write the table as LaTeX"})
-CLIENT: Argument = (
-    "--client",
-    {"default": "", "metavar": "NAME", "help": "that client's own model, not the shared one"},
+class Options(TypedDict, total=False):
+    nargs: str
+    metavar: str
+    default: str | float
+    help: str
+    action: str
+    choices: tuple[str, ...]
+    type: type
+
+
+class Argument(NamedTuple):
+    name: str
+    options: Options
+
+
+class Command(NamedTuple):
+    help: str
+    arguments: tuple[Argument, ...] = ()
+
+
+PAIRS = Argument("pairs", {"nargs": "*", "metavar": "key=value"})
+RUNS = Argument("runs", {"nargs": "+", "metavar": "RUN"})
+RUN = Argument("run", {"metavar": "RUN"})
+METHOD = Argument("method", {"metavar": "METHOD", "help": "a name of `fedvlm ls methods`, or a recipe file"})
+CSV = Argument("--csv", {"metavar": "FILE", "help": "also write the table as CSV"})
+LATEX = Argument("--latex", {"metavar": "FILE", "help": "also write the table as LaTeX"})
+CLIENT = Argument(
+    "--client", {"default": "", "metavar": "NAME", "help": "that client's own model instead of the shared one"}
 )
-SELECT: Argument = (
+SELECT = Argument(
     "--select",
     {"choices": ("last", "selected"), "default": "last", "help": "the last round, or the one chosen on validation"},
 )
+DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
+COMMANDS = {
+    "demo": Command("four methods on real images, from nothing, in about a minute", (PAIRS, CSV)),
+    "run": Command("run one method", (METHOD, PAIRS, CSV, DRY)),
+    "bench": Command(
+        "run several methods alike and compare",
+        (Argument("words", {"nargs": "+", "metavar": "METHOD|key=value"}), CSV, LATEX),
+    ),
+    "compare": Command("a table from run folders", (RUNS, CSV, LATEX, SELECT)),
+    "report": Command(
+        "one static page from run folders", (RUNS, Argument("--out", {"default": "report.html", "metavar": "FILE"}))
+    ),
+    "resume": Command("go on with runs that were stopped", (RUNS,)),
+    "predict": Command(
+        "classify images with a run or an exported folder",
+        (
+            RUN,
+            Argument("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"}),
+            CLIENT,
+            CSV,
+            Argument(
+                "--masks", {"metavar": "FOLDER", "default": "", "help": "write predicted masks there (segmentation)"}
+            ),
+        ),
+    ),
+    "export": Command(
+        "a folder to deploy from",
+        (RUN, Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}), CLIENT),
+    ),
+    "attack": Command(
+        "what embeddings that clients sent reveal about their images",
+        (
+            RUNS,
+            Argument("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"}),
+            CSV,
+        ),
+    ),
+    "ls": Command(
+        "what there is",
+        (
+            Argument(
+                "what",
+                {
+                    "choices": ("methods", "presets", "adapters", "local", "merges", "metrics", "engines", "data"),
+                },
+            ),
+        ),
+    ),
+    "show": Command(
+        "a method with every key",
+        (METHOD, PAIRS, Argument("--yaml", {"action": "store_true", "help": "as a complete recipe file"})),
+    ),
+    "init": Command("start a recipe of your own", (Argument("file", {"metavar": "NAME.yaml"}), PAIRS)),
+    "cache": Command(
+        "the feature store: list, prune",
+        (
+            Argument("--prune", {"action": "store_true", "help": "remove views (all, or those named)"}),
+            Argument(
+                "--older",
+                {"type": float, "default": 0.0, "metavar": "DAYS", "help": "only views not written for so long"},
+            ),
+            Argument("views", {"nargs": "*", "metavar": "VIEW"}),
+        ),
+    ),
+    "doctor": Command("what is wrong with this machine, and the fix"),
+    "encode-server": Command("serve a backbone's embeddings over HTTP: backbone= host= port= texts=true", (PAIRS,)),
+    "completion": Command(
+        'a script for completion in your shell: eval "$(fedvlm completion bash)"',
+        (Argument("shell", {"choices": ("bash", "zsh", "fish")}),),
+    ),
+}
+COLLECTS = ("words", "pairs", "images", "runs", "views")  # arguments that take any number of words
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["complete"]:  # called by the shell's completion script
+        from fedvlm.commands.completion import complete
+
+        print("\n".join(complete(words[-1] if len(words) > 1 else "")))
+        return 0
+    args = _parse(words)
     try:
-        args.go(args)
+        importlib.import_module(f"fedvlm.commands.{args.command.replace('-', '_')}").main(args)
         return 0
     except FedvlmError as error:
         if args.debug:
@@ -51,12 +149,14 @@ def main(argv: list[str] | None = None) -> int:
     return 1
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse(words: list[str]) -> argparse.Namespace:
     """Words may stand before and behind options: argparse alone stops collecting them at the first option."""
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(f"no command '{words[0]}'; {nearest(words[0], COMMANDS)}")
+    args, rest = parser.parse_known_args(words)
     for word in rest:
-        home = next((n for n in ("words", "pairs", "images", "runs") if hasattr(args, n)), None)
+        home = next((n for n in COLLECTS if hasattr(args, n)), None)
         if home is None or word.startswith("-"):
             parser.error(f"unrecognised: {word}")
         getattr(args, home).append(word)
@@ -64,46 +164,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fedvlm", description=fedvlm.__doc__)
+    parser = argparse.ArgumentParser("fedvlm", description=(fedvlm.__doc__ or "").split("\n")[0])
     parser.add_argument("--version", action="version", version=fedvlm.__version__)
-    known = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(go: Callable[[argparse.Namespace], None], text: str, *arguments: Argument) -> None:
-        sub = known.add_parser(go.__name__.replace("_", "-"), help=text, description=text)
-        for flag, options in arguments:
-            sub.add_argument(flag, **options)
+    known = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, command in COMMANDS.items():
+        sub = known.add_parser(name, help=command.help, description=command.help)
+        for argument in command.arguments:
+            sub.add_argument(argument.name, **argument.options)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
-        sub.set_defaults(go=go)
-
-    dry = ("--dry", {"action": "store_true", "help": "show clients, classes, bytes; train nothing"})
-    command(commands.demo, "four methods on real images, from nothing, in about a minute", PAIRS, CSV)
-    command(commands.run, "run one method", METHOD, PAIRS, CSV, dry)
-    words = ("words", {"nargs": "+", "metavar": "METHOD|key=value"})
-    command(commands.bench, "run several methods alike and compare", words, CSV, LATEX)
-    command(commands.compare, "a table from run folders", RUNS, CSV, LATEX, SELECT)
-    page = ("--out", {"default": "report.html", "metavar": "FILE"})
-    command(commands.report, "one static page from run folders", RUNS, page)
-    command(commands.resume, "go on with runs that were stopped", RUNS)
-    images = ("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"})
-    masks = ("--masks", {"metavar": "FOLDER", "default": "", "help": "write the masks there, where masks were learned"})
-    command(commands.predict, "classify images with a run or an exported folder", RUN, images, CLIENT, CSV, masks)
-    out = ("--out", {"metavar": "FOLDER", "help": "default: RUN/export"})
-    command(commands.export, "a folder to deploy from", RUN, out, CLIENT)
-    what_if = ("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"})
-    command(commands.attack, "what embeddings that clients sent give away of their images", RUNS, what_if, CSV)
-    what = ("what", {"choices": ("methods", "adapters", "local", "merges", "data")})
-    command(commands.ls, "what there is", what)
-    command(commands.show, "a method, resolved, with every key", METHOD, PAIRS)
-    prune = ("--prune", {"action": "store_true", "help": "remove views (all, or those named)"})
-    older = (
-        "--older",
-        {"type": float, "default": 0.0, "metavar": "DAYS", "help": "only views not written for so long"},
-    )
-    command(
-        commands.cache, "the feature store: list, prune", prune, older, ("views", {"nargs": "*", "metavar": "VIEW"})
-    )
-    command(commands.doctor, "what is wrong with this machine, and the fix")
-    command(commands.encode_server, "serve a backbone's embeddings over HTTP: backbone= host= port= texts=true", PAIRS)
     return parser
 
 

@@ -1,119 +1,162 @@
 """From `fedvlm run fedot data=… lr=…` to a setup. The dataclasses' fields are the keys; there is no second list.
 
-What counts, weakest first: a field's default · the recipe (its paper's settings) · the recipe's settings for this
-backbone, chosen on validation (`settings=paper` leaves them out) · the command line.
+What counts, weakest first: a field's default · the paper's settings (the recipe) · settings for this backbone, chosen on
+validation (`settings=paper` leaves them out) · the user's own recipe · the command line.
 """
 
 from __future__ import annotations
 
-import types
-import typing
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
-import yaml
+from fedvlm import catalogue, own, parts, recipe
+from fedvlm.errors import FedvlmError
+from fedvlm.keys import Key, keys_of, unknown
+from fedvlm.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 
-from fedvlm import parts
-from fedvlm.adapters.base import Adapter
-from fedvlm.core import FedvlmError
-from fedvlm.data.federation import Layout
-from fedvlm.errors import nearest
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.mean import Mean
+if TYPE_CHECKING:
+    from fedvlm.adapters.base import Adapter
+    from fedvlm.local.base import Local
+    from fedvlm.merge.base import Merge
+    from fedvlm.metrics.base import Metric
 
-RECIPES = Path(__file__).parent / "recipes"
+COMMAND_LINE = "command line"
+OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody
+NOT_BINDING = ("out", "seeds", "jobs", "protocol", "timeout", "device")  # keys that do not change a run's numbers
+
+Partition = Literal[
+    "auto", "domain", "iid", "dirichlet", "disjoint", "pathological", "domain-iid", "domain-dirichlet", "pooled"
+]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which client holds what."""
+
+    partition: Partition = "auto"  # auto: one client per domain where there are domains, else dirichlet
+    clients: int = 10  # how many (for domain-iid and domain-dirichlet: in each domain)
+    alpha: float = 0.5  # dirichlet: small is skewed
+    per_client: int = 0  # pathological: classes per client, overlapping; 0 deals each class to one client
+    shots: int = 0  # training images per class and client; 0 is all
+    split: tuple[float, ...] = (60, 20, 20)  # train, val, test
+    unseen: tuple[str, ...] = ()  # domains (or clients) that nobody trains on
 
 
 @dataclass(frozen=True)
 class Config(Layout):
     """What a run is, beside its method's three parts."""
 
-    data: str = "emoji"  # emoji (embedded), a folder of images (with domains, classes or masks), or a .jsonl file
+    data: str = (
+        "emoji"  # emoji (embedded), a folder or zip of images, .jsonl (text), .safetensors (embeddings)
+    )
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
-    template: str = "a photo of a {}"  # how a class name becomes a phrase
-    group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stand on one side of a split
+    template: str = "a photo of a {}"  # the phrase that is made of a class name
+    group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stay on one side of a split
     domains: int = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
     stride: int = 8  # text: characters from one example to the next
-    outsiders: str = ""  # a folder of images of no class: how well models tell them is recorded (auroc, fpr95)
+    outsiders: str = ""  # a folder of images of no class: records how well models detect them (auroc, fpr95)
     corrupt: int = 0  # corrupted versions of each test image (of 75: 15 kinds × 5 severities); records cacc
+    metrics: tuple[str, ...] = ()  # further metrics to record: ece, macro_f1, or a file or module of your own
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
     protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = "one"
     rounds: int = 50
     participation: float = 1.0  # share of clients asked each round
-    dropout: float = 0.0  # rehearsal: share of asked clients that fail to answer
+    dropout: float = 0.0  # rehearsal of failures: share of asked clients that do not answer
     quorum: float = 0.5  # share of asked clients that must answer
-    engine: Literal["auto", "serial", "stacked", "loopback"] = "auto"
+    engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for networks and prompts
     chunk: int = 0  # clients side by side; 0 follows the measured rule
     timeout: float = 300.0  # loopback: seconds a client may take to answer
     evaluate: int = 1  # score every so many rounds (and always the last)
     threads: int = 1  # for training; small steps gain nothing from more
     seed: int = 50
-    seeds: tuple[int, ...] = ()  # several runs, one a seed
-    jobs: int = 0  # runs at a time (bench, protocols); 0 is one a core
+    seeds: tuple[int, ...] = ()  # several runs, one per seed
+    jobs: int = 0  # runs at a time (bench, protocols); 0 is one per core
     out: str = ""  # run: the run's folder; several runs: the folder that holds them
 
 
 @dataclass(frozen=True)
-class Recipe:
-    name: str
-    title: str
-    idea: str
-    adapter: str
-    local: str
-    merge: str
-    paper: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)  # as published
-    tuned: dict[str, dict[str, Any]] = field(default_factory=dict)  # backbone → settings chosen on validation
-    published: dict[str, dict[str, Any]] = field(default_factory=dict)  # data set → the paper's numbers
-    path: str = ""  # where a recipe of the user's own lies
-
-
-@dataclass(frozen=True)
 class Setup:
-    recipe: Recipe
+    """All that was decided about a run, as plain data; the parts are built when they are first used."""
+
+    method: MethodRecord
     config: Config
-    adapter: Adapter
-    local: Sgd
-    merge: Mean
-    chosen: dict[str, str]  # axis → the name it was chosen by
-    given: dict[str, Any]  # what the user asked for
+    parts: dict[str, PartRecord]  # adapter, local, merge, engine, and metric-NAME for each of metrics=
+    given: Settings = field(default_factory=dict)  # what the user asked for
+    origins: dict[str, str] = field(default_factory=dict)  # home.key → where its value comes from; absent: the default
+    codes: dict[str, own.Code] = field(default_factory=dict)  # of parts that are the user's own
 
-    def record(self) -> dict[str, Any]:
-        """All that was decided, as plain data: {axis: {name: settings}} and the run's own keys."""
-        made = {axis: {name: asdict(getattr(self, axis))} for axis, name in self.chosen.items()}
-        return {"method": self.recipe.name, **made, **asdict(self.config)}
+    @cached_property
+    def adapter(self) -> Adapter:
+        return cast("Adapter", self._build("adapter", "adapter"))
 
-    def with_(self, **changes: Any) -> Setup:
-        return replace(self, config=replace(self.config, **changes))
+    @cached_property
+    def local(self) -> Local:
+        return cast("Local", self._build("local", "local"))
+
+    @cached_property
+    def merge(self) -> Merge:
+        return cast("Merge", self._build("merge", "merge"))
+
+    @cached_property
+    def metrics(self) -> dict[str, Metric]:
+        homes = [h for h in self.parts if h.startswith("metric-")]
+        return {h.removeprefix("metric-"): cast("Metric", self._build("metric", h)) for h in homes}
+
+    def engine_class(self) -> type:
+        return self._class("engine", "engine")
+
+    def _class(self, kind: str, home: str) -> type:
+        part, what = self.parts[home], f"{kind}={self.parts[home].name}"
+        if home in self.codes:
+            return parts.only_part(kind, what, self.codes[home].load(what))
+        return parts.find(kind, part.name)
+
+    def _build(self, kind: str, home: str) -> object:
+        settings = self.parts[home].settings
+        return self._class(kind, home)(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+    def __getstate__(self) -> dict[str, object]:
+        """Plain data only: parts of the user's own cannot be pickled, and are built again from their code."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def with_(self, **changes: object) -> Setup:
+        return replace(self, config=replace(self.config, **changes))  # type: ignore[arg-type]
+
+    def settings(self) -> Settings:
+        """The run's own keys, as plain data."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.config).items()}
+
+    def binding(self) -> dict[str, object]:
+        """What decides the numbers of a run, as plain data."""
+        made = {home: [p.name if home not in self.codes else "", p.settings] for home, p in self.parts.items()}
+        if self.parts["engine"].code == "":
+            made.pop("engine")
+        return made | binding(self.settings()) | {"code": {home: code.digest for home, code in self.codes.items()}}
+
+    @classmethod
+    def from_record(cls, record: RunRecord, folder: Path) -> Setup:
+        """The setup that a run folder holds; nothing is looked up in today's recipes."""
+        known = {k.name: k for k in keys_of(Config)}
+        values = {k: known[k].coerce(v) for k, v in record.config.items() if k in known}
+        config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
+        homes = {"adapter": record.adapter, "local": record.local, "merge": record.merge, "engine": record.engine}
+        homes |= {f"metric-{m.name}": PartRecord(m.name, m.settings, m.code, m.digest) for m in record.metrics}
+        codes = {h: own.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
+        return cls(record.method, config, homes, record.given, {}, codes)
 
 
-def recipes() -> list[str]:
-    return sorted(p.stem for p in RECIPES.glob("*.yaml"))
+def binding(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """The run's keys that change its numbers; of the protocols, the one that removes classes does."""
+    return {k: v for k, v in settings.items() if k not in NOT_BINDING or (k, v) == ("protocol", OPEN)}
 
 
-def recipe(name: str) -> Recipe:
-    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        raise FedvlmError(f"method {name}: no such recipe; {nearest(name, recipes())} (`fedvlm ls methods`)")
-    try:
-        told = yaml.safe_load(path.read_text())
-        if "like" in told:  # everything but what is said here, and but the other's published numbers
-            other = recipe(told.pop("like"))
-            settings = {k: told.pop(k, {}) for k in ("settings", "tuned")}
-            base = {
-                f.name: getattr(other, f.name) for f in fields(other) if f.name not in ("name", "path", "published")
-            }
-            told = base | told | {k: getattr(other, k) | v for k, v in settings.items()}
-        return Recipe(path.stem, **told, path=str(path) if path.parent != RECIPES else "")
-    except (yaml.YAMLError, TypeError) as error:
-        raise FedvlmError(f"recipe {path}: {error}") from error
-
-
-def pairs(words: list[str]) -> dict[str, str]:
-    """key=value words as a dict."""
+def key_values(words: list[str]) -> dict[str, str]:
+    """`key=value` words as a dict."""
     out: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -125,87 +168,112 @@ def pairs(words: list[str]) -> dict[str, str]:
     return out
 
 
-def resolve(method: str, given: dict[str, Any]) -> Setup:
-    plan = recipe(method)
-    backbone = str(given.get("backbone", plan.settings.get("backbone", Config.backbone)))
-    tuned = plan.tuned.get(backbone, {}) if given.get("settings", "tuned") == "tuned" else {}
-    layers = [(f"recipe {plan.name}", plan.settings | tuned), ("", given)]
-    kinds = {axis: getattr(plan, axis) for axis in parts.AXES}
-    kinds |= {axis: str(given[axis]) for axis in parts.AXES if axis in given}
-    classes = {"config": Config} | {axis: parts.find(axis, kinds[axis]) for axis in parts.AXES}
-    values: dict[str, dict[str, Any]] = {k: {} for k in classes}
-    for origin, layer in layers:
-        for key, value in layer.items():
-            if key in parts.AXES:
+def resolve(method: str, given: Mapping[str, object]) -> Setup:
+    """A method's recipe and what the user gave, as a setup; an error names the key and the way out."""
+    plan = recipe.load(method, on=str(given.get("on", "")))
+    backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
+    tuned = str(given.get("settings", "tuned")) != "paper"
+    names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
+    keys: dict[str, list[Key]] = {"run": keys_of(Config)} | {a: catalogue.keys(a, n) for a, n in names.items()}
+    values: dict[str, Settings] = {home: {} for home in keys}
+    origins: dict[str, str] = {}
+    layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
+    for origin, settings in layers:
+        for key, value in settings.items():
+            if key in (*parts.AXES, "on"):
                 continue
-            homes = _homes(key, classes)
-            if not homes and origin and any(key in _keys(parts.find(a, getattr(plan, a))) for a in parts.AXES):
-                continue  # the recipe's setting for a part that the command line replaced
+            homes = [h for h, known in keys.items() if _is(key, h, known)]
+            if not homes and origin != COMMAND_LINE and _known_elsewhere(key, plan):
+                continue  # a setting for a part that was replaced
+            where = "" if origin == COMMAND_LINE else f"{_place(plan, origin)}: "
             if not homes:
-                raise FedvlmError(f"{key}= is not a key here; {nearest(key, _known(classes))}")
+                raise unknown(key, _all_names(keys), where)
             for home in homes:
                 name = key.rpartition(".")[2]
-                values[home][name] = coerce(key, value, typing.get_type_hints(classes[home])[name])
-    made: dict[str, Any] = {k: cls(**values[k]) for k, cls in classes.items()}
-    _check(made["config"], made["local"])
-    return Setup(plan, **made, chosen=kinds, given=dict(given))
+                found = next(k for k in keys[home] if k.name == name)
+                try:
+                    values[home][name] = found.coerce(value, shown=key)
+                except FedvlmError as error:
+                    raise FedvlmError(f"{where}{error}") from None
+                origins[f"{home}.{name}"] = origin
+    complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
+    config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
+    check(config, complete["local"])
+    codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
+    homes_ = {a: part_record(n, complete[a], codes.get(a)) for a, n in names.items()}
+    for spec in config.metrics:
+        home, part = _metric(spec, codes)
+        homes_[home] = part
+    homes_["engine"] = _engine(config.engine, codes)
+    about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
+    return Setup(about, config, homes_, cast(Settings, dict(given)), origins, codes)
 
 
-def _keys(cls: type) -> list[str]:
-    return [f.name for f in fields(cls)]
+def part_record(name: str, settings: Settings, code: own.Code | None) -> PartRecord:
+    return PartRecord(name, settings, code.entry, code.digest) if code else PartRecord(name, settings)
 
 
-def _homes(key: str, classes: dict[str, type]) -> list[str]:
+def _is_users(kind: str, name: str) -> bool:
+    return own.is_own(name) and name not in parts.names(kind)
+
+
+def _metric(spec: str, codes: dict[str, own.Code]) -> tuple[str, PartRecord]:
+    name = Path(spec).stem if spec.endswith(".py") else spec.rpartition(".")[2]
+    settings = {k.name: k.default for k in catalogue.keys("metric", spec)}
+    home = f"metric-{name}"
+    if _is_users("metric", spec):
+        codes[home] = own.read(f"metric={spec}", spec)
+    return home, part_record(name, settings, codes.get(home))
+
+
+def _engine(name: str, codes: dict[str, own.Code]) -> PartRecord:
+    if _is_users("engine", name):
+        codes["engine"] = own.read(f"engine={name}", name)
+    elif name != "auto" and name not in parts.names("engine"):
+        parts.find("engine", name)  # says what there is
+    return part_record("stacked" if name == "auto" else name, {}, codes.get("engine"))
+
+
+def _is(key: str, home: str, known: list[Key]) -> bool:
     axis, _, name = key.rpartition(".")
-    return [k for k, cls in classes.items() if name in _keys(cls) and axis in ("", k)]
+    return axis in ("", home) and any(k.name == name for k in known)
 
 
-def _known(classes: dict[str, type]) -> list[str]:
-    return [*parts.AXES, *dict.fromkeys(name for cls in classes.values() for name in _keys(cls))]
+def _known_elsewhere(key: str, plan: recipe.Recipe) -> bool:
+    """Whether a recipe's setting belongs to some part, though not to those in use."""
+    name = key.rpartition(".")[2]
+    known = catalogue.load().parts
+    own_parts = (catalogue.keys(axis, getattr(plan, axis)) for axis in parts.AXES)
+    return any(k.name == name for axis in parts.AXES for info in known[axis].values() for k in info.keys) or any(
+        k.name == name for keys in own_parts for k in keys
+    )
 
 
-def _check(config: Config, local: Sgd) -> None:
-    for key, low, high in (("participation", 0, 1), ("dropout", 0, 1), ("quorum", 0, 1)):
-        value = getattr(config, key)
-        if not low <= value <= high or (key == "participation" and value == 0):
-            raise FedvlmError(f"{key}={value:g} must be between {low} and {high}")
-    for part, key, low in ((config, "rounds", 0), (config, "evaluate", 1), (local, "epochs", 1), (local, "batch", 1)):
-        if getattr(part, key) < low:
-            raise FedvlmError(f"{key}={getattr(part, key)} must be at least {low}")
+def _place(plan: recipe.Recipe, origin: str) -> str:
+    return origin if origin.startswith("recipe") else f"recipe {plan.path or plan.name} ({origin})"
+
+
+def _all_names(keys: dict[str, list[Key]]) -> list[str]:
+    return [*parts.AXES, "on", *dict.fromkeys(k.name for known in keys.values() for k in known)]
+
+
+def check(config: Config, local: Settings) -> None:
+    """An error for values out of range."""
+    for key, share in (
+        ("participation", config.participation),
+        ("dropout", config.dropout),
+        ("quorum", config.quorum),
+    ):
+        if not 0 <= share <= 1 or (key == "participation" and share == 0):
+            raise FedvlmError(f"{key}={share:g} must be between 0 and 1")
+    counts = {"rounds": (config.rounds, 0), "evaluate": (config.evaluate, 1)}
+    counts |= {key: (cast(int, local[key]), 1) for key in ("epochs", "batch") if key in local}
+    for key, (value, least) in counts.items():
+        if value < least:
+            raise FedvlmError(f"{key}={value} must be at least {least}")
     for seed in (config.seed, *config.seeds):
         if not 0 <= seed < 2**63:
             raise FedvlmError(f"seed={seed} must be between 0 and 2^63 − 1")
-    if local.lr <= 0:
-        raise FedvlmError(f"lr={local.lr:g} must be above 0")
-
-
-def coerce(key: str, value: Any, hint: Any) -> Any:
-    """A value as its field's type, or an error that says what would fit."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        args = tuple(a for a in args if a is not type(None))
-        return coerce(key, value, args[0])
-    if origin is Literal:
-        if str(value) not in [str(a) for a in args]:
-            raise FedvlmError(f"{key}={value}: {nearest(str(value), map(str, args))}")
-        return next(a for a in args if str(a) == str(value))
-    if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else list(value)
-        items = [i for i in items if str(i).strip() not in ("", "none")]
-        if len(args) == 2 and args[1] is not Ellipsis and len(items) != 2:
-            raise FedvlmError(f"{key}={value}: expected two values, such as 0.9,0.999")
-        return tuple(coerce(key, i.strip() if isinstance(i, str) else i, args[0]) for i in items)
-    if hint is bool:
-        words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-        if str(value).lower() not in words:
-            raise FedvlmError(f"{key}={value}: expected true or false")
-        return words[str(value).lower()]
-    try:
-        if hint is int and float(value) != int(float(value)):
-            raise ValueError
-        number = int(float(value)) if hint is int else hint(value)
-    except (ValueError, OverflowError, TypeError):
-        raise FedvlmError(f"{key}={value}: expected {'a whole number' if hint is int else 'a number'}") from None
-    if hint is float and number != number:
-        raise FedvlmError(f"{key}={value}: expected a number")
-    return number
+    lr = local.get("lr", 1.0)
+    if isinstance(lr, int | float) and lr <= 0:
+        raise FedvlmError(f"lr={lr:g} must be above 0")

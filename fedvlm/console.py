@@ -1,35 +1,41 @@
-"""What a person sees while something runs: a bar in a terminal, plain lines elsewhere."""
+"""Output on the screen: a progress bar in terminals and notebooks, plain lines elsewhere. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import contextlib
-import re
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
-from fedvlm.evaluate.protocols import MEASURES
-from fedvlm.report.tables import Table
+from fedvlm.evaluate.protocols import MEASURES, value_of
+from fedvlm.records import RoundRecord
+from fedvlm.report.table import Table
 
-WIDE = 240  # where nobody looks at a terminal, nothing has to be cut
+WIDE = 240  # columns where the output is no terminal, so that nothing is cut
 out = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else WIDE)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
-NUMERIC = re.compile(r"[\d\s.,+±–/-]*( [kMG]?B)?$")
 
 
 class Update(Protocol):
     def __call__(self, done: int, words: str = "", total: int | None = None) -> None: ...
 
 
+def shows_bars() -> bool:
+    """Whether a progress bar can be drawn; in a notebook rich needs ipywidgets for it."""
+    return out.is_terminal or (out.is_jupyter and importlib.util.find_spec("ipywidgets") is not None)
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Update]:
-    if out.is_terminal:
+    if shows_bars():
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = (
             TextColumn("{task.description}"),
             BarColumn(24),
@@ -57,40 +63,49 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
         yield line
 
 
-def words(record: dict[str, Any]) -> str:
+def words(record: RoundRecord) -> str:
     """A round in a few words."""
-    parts = [f"loss {record['loss']:.3f}"] if record.get("loss") is not None else []
-    parts += [f"{k} {100 * record[k]:.1f}" for k in (*MEASURES, "G", "P") if record.get(k) is not None]
+    loss = record.get("loss")
+    parts = [f"loss {loss:.3f}"] if loss is not None else []
+    parts += [f"{k} {100 * value:.1f}" for k in (*MEASURES, "G", "P") if (value := value_of(record, k)) is not None]
     return " ".join([*parts, f"{(record['bytes_down'] + record['bytes_up']) / 1e6:.2f} MB/round"])
+
+
+def note(text: str) -> None:
+    out.print(text, style="dim", markup=False)
+
+
+def warn(text: str) -> None:
+    """To standard error."""
+    err.print(text, style="yellow", markup=False)
 
 
 def show(table: Table) -> None:
     grid = Grid(box=None, header_style="bold", pad_edge=False)
     columns = fitting(table)
     for column in columns:
-        numeric = all(NUMERIC.match(row.get(column, "")) for row in table.rows)
+        numeric = table.is_numeric(column)
         grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
     for row in table.rows:
         grid.add_row(*(escape(row.get(c, "")) for c in columns))
     out.print(grid)
-    for note in table.notes:
-        out.print(note, style="dim")
+    for text in table.notes:
+        note(text)
 
 
 def fitting(table: Table) -> list[str]:
-    """The columns that fit: rather fewer, from the left, than some cut short."""
+    """The columns that fit the width: the last ones are left out, at least four stay."""
     columns = list(table.columns)
 
-    def wide(column: str) -> int:
-        cells = [row.get(column, "") for row in table.rows]
-        numeric = all(map(NUMERIC.match, cells))
+    def width(column: str) -> int:
+        cells, numeric = table.cells(column), table.is_numeric(column)
         return 2 + max(len(column), *(len(c) if numeric else min(len(c), 24) for c in cells), 0)
 
-    while len(columns) > 4 and sum(map(wide, columns)) > out.width:
+    while len(columns) > 4 and sum(map(width, columns)) > out.width:
         columns.pop()
     return columns
 
 
 def rows(columns: list[str], lines: list[list[str]]) -> None:
-    """A plain table."""
+    """Prints a plain table."""
     show(Table(columns, [dict(zip(columns, line, strict=True)) for line in lines]))

@@ -1,58 +1,106 @@
-"""What everything else is made of: parameters, state, a client's data, and the one wire between server and clients.
+"""The types everything else uses: parameters, state, a client's data, messages, and the one channel between server and
+clients.
 
-Every tensor a client step sees carries a leading client axis, so one piece of code serves one client (serial, loopback)
+Every tensor that a client step sees has a leading client axis, so that the same code serves one client (serial, loopback)
 and many side by side (stacked): `params[name]` is [clients, ...], `batch.x` is [clients, examples, ...].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedvlm.errors import FedvlmError as FedvlmError
+from fedvlm.errors import NoQuorum as NoQuorum
 from fedvlm.seeds import keys, shuffled
 
-Params = dict[str, Tensor]  # flat: a safetensors file, a Flower ArrayRecord
-Halves = dict[str, tuple[Tensor, Tensor]]  # "base", "novel" → x and y of all test examples of these classes
+Params = dict[str, Tensor]  # flat, so that a safetensors file can hold it
+Note = float | str | dict[int, float]  # what a merge records of a round: a number, a word, or a number per client
 
 SPLITS = ("train", "val", "test")
-TASK = "task."  # before what a server says of the task itself: task.text, task.novel
-REFERENCE = "reference."  # before the names of a model to stay near
 WINDOW = 64  # steps planned ahead: one large client among many small ones must not cost memory for all
 
 
-class FedvlmError(Exception):
-    """Something the user can put right; shown without a traceback."""
-
-
 class State(NamedTuple):
-    """All that a run is on the server; with the clients' own rows it resumes bit for bit."""
+    """All that a run is on the server; together with the clients' private rows it resumes bit for bit."""
 
-    shared: Params  # every client may read it
-    private: Params  # the row a newcomer starts from; a client's own row never travels
-    server: Params  # nobody else's business
+    shared: Params  # parameters that every client may read
+    private: Params  # the row a new client starts from; a client's own row never travels
+    server: Params  # server-only state, never sent
+    task: Params = {}  # class embeddings that the server trains and sends: "text", "novel"; empty: the frozen ones
+
+    def message(self, stage: str = "", reference: Params | None = None, extra: Params | None = None) -> Message:
+        return Message(self.shared, self.task, reference or {}, extra or {}, stage)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the server sends down with a step."""
+
+    shared: Params  # the shared model
+    task: Params = field(default_factory=dict)  # class embeddings that replace the frozen ones: "text", "novel"
+    reference: Params = field(default_factory=dict)  # another model, for objectives that stay near one
+    extra: Params = field(default_factory=dict)  # what a merge tells its own local rule (SCAFFOLD's control variate)
+    stage: str = ""  # of a schedule, by name; "" where there is none
+
+    def parts(self) -> dict[str, Params]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
+
+    def to(self, device: torch.device) -> Message:
+        moved = {k: on_device(v, device) for k, v in self.parts().items()}
+        return Message(**moved, stage=self.stage)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes(p) for p in self.parts().values())
+
+
+class Reply(NamedTuple):
+    """What some clients answer, [clients, ...] each."""
+
+    ids: np.ndarray
+    values: Params  # by the names of the step's schema
+    shared: Params = {}  # the shared parameters as trained, where the step trains
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.values) + nbytes(self.shared)
 
 
 class Batch(NamedTuple):
     x: Tensor  # [clients, examples, ...]
     y: Tensor  # [clients, examples, ...]
     weight: Tensor  # [clients, examples]: 1/(real examples), 0 for padding
-    step: int = 0  # which of a client's batches this is, the same for all side by side
+    step: int = 0  # which of a client's batches this is, the same for all clients side by side
 
     def mean(self, each: Tensor) -> Tensor:
-        """One number a client, padding left out."""
+        """The mean over real examples, one number per client."""
         return (each * self.weight).sum(-1)
+
+
+class Extra(NamedTuple):
+    """Further examples to evaluate on, carried by engines without knowing what they are for."""
+
+    x: Tensor
+    y: Tensor | None = None
+    aligned: bool = (
+        False  # x[i] belongs to example i of the pool, and so to its client; else everybody may read all of it
+    )
+
+    def to(self, device: torch.device | str) -> Extra:
+        return self._replace(x=self.x.to(device), y=None if self.y is None else self.y.to(device))
 
 
 @dataclass(frozen=True)
 class Data:
-    """The examples of a few clients, side by side, at one moment of a run.
+    """The examples of a few clients, side by side, in one round of a run.
 
-    A client's rows lie together in the pool, train then val then test; `bounds` [clients, 4] says where.
+    A client's rows are contiguous in the pool: train, then val, then test; `bounds` [clients, 4] holds the offsets.
     """
 
     x: Tensor
@@ -62,9 +110,7 @@ class Data:
     seed: int = 0
     round: int = 0
     rounds: int = 1
-    outside: Tensor | None = None  # examples of no class, which everybody may look at
-    corrupted: Tensor | None = None  # of each example so many corrupted versions, [examples, versions, …]
-    halves: Halves = field(default_factory=dict)  # which everybody may look at
+    extras: dict[str, Extra] = field(default_factory=dict)  # "outsiders", "corrupted", "base", "novel", …
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,79 +120,74 @@ class Data:
         return self.bounds[:, at + 1] - self.bounds[:, at]  # type: ignore[no-any-return]
 
     @property
-    def kind(self) -> torch.dtype:
-        """Of losses and weights: the features', where those are neither whole numbers (pixels, characters) nor halves."""
+    def dtype(self) -> torch.dtype:
+        """Of losses and weights: the dtype of x where that is float32 or float64 (not pixels, characters, float16)."""
         return self.x.dtype if self.x.dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
 
-    def here(self, values: np.ndarray) -> Tensor:
-        """On the device where the examples lie."""
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """As a tensor on the device of the examples."""
         return torch.from_numpy(values).to(self.x.device)
 
     def sizes(self) -> Tensor:
-        return self.here(self.counts("train")).to(self.kind)
+        return self.tensor(self.counts("train")).to(self.dtype)
 
-    def holds(self, classes: int) -> Tensor:
+    def class_counts(self, classes: int) -> Tensor:
         """Training examples by client and class, [clients, classes]."""
         rows = [torch.bincount(self.y[int(low) : int(high)], minlength=classes) for low, high, *_ in self.bounds]
-        return torch.stack(rows).to(self.kind)
-
-    def bent(self) -> Data:
-        """The corrupted versions of the test examples, as data of their own."""
-        assert self.corrupted is not None
-        n, test = self.corrupted.shape[1], self.bounds[:, [2, 2, 2, 3]]
-        return replace(self, x=self.corrupted.flatten(0, 1), y=self.y.repeat_interleave(n, 0), bounds=n * test)
+        return torch.stack(rows).to(self.dtype)
 
     def batches(self, size: int, epochs: int = 1) -> Iterator[Batch]:
-        """Shuffled training batches. Clients must come largest first: those still training are always a prefix,
-        so a client that is done costs nothing and moves no more (a zero gradient would still feed momentum)."""
+        """Shuffled training batches. Clients must be ordered largest first: those still training are then always a prefix,
+        and a client that is done is left out (a zero gradient would still change its momentum)."""
         counts = self.counts("train")
         if (np.diff(counts) > 0).any():
             raise ValueError("clients must be ordered by training examples, largest first")
         orders = [shuffled(keys(self.seed, self.round, e, clients=self.ids), counts) for e in range(epochs)]
         order = np.stack(orders) + np.repeat(self.bounds[:, 0], counts)  # [epochs, examples]
         starts = np.cumsum(counts) - counts
-        steps = -(-counts // size)  # a client goes on to its next epoch without waiting for larger ones
+        steps = -(-counts // size)  # a client starts its next epoch without waiting for larger ones
         total, lane = int(steps.max(initial=0)) * epochs, np.arange(size)
-        for low in range(0, total, WINDOW):  # planned [step, client, lane] at once, for those who still train at `low`
+        for low in range(
+            0, total, WINDOW
+        ):  # planned [step, client, lane] at once, for clients that still train at `low`
             at = np.arange(low, min(low + WINDOW, total))[:, None]
             n = int((steps * epochs > low).sum())
             epoch, first = np.divmod(at, steps[:n])
             left = counts[:n] - first * size
-            epoch = np.minimum(epoch, epochs - 1)  # past its end a client is cut off below
+            epoch = np.minimum(epoch, epochs - 1)  # a client past its last step is removed below
             where = (starts[:n] + first * size)[..., None] + np.minimum(lane, left[..., None] - 1)
-            rows = self.here(order[epoch[..., None], where])
+            rows = self.tensor(order[epoch[..., None], where])
             real = (lane < left[..., None]) / np.minimum(left, size)[..., None]
-            labels = self.y[rows] if self.y.dim() == 1 else rows  # masks are too large to be laid out ahead
-            plan = (rows, labels, self.here(real).to(self.kind))
+            labels = self.y[rows] if self.y.dim() == 1 else rows  # masks are too large to be copied ahead of time
+            plan = (rows, labels, self.tensor(real).to(self.dtype))
             for step, active, *parts in zip(
                 at[:, 0].tolist(), (at < steps[:n] * epochs).sum(1).tolist(), *plan, strict=True
             ):
                 which, label, weight = parts if active == n else (part[:active] for part in parts)
-                yield Batch(self.pick(which), label if self.y.dim() == 1 else self.y[label], weight, step)
+                yield Batch(self.take(which), label if self.y.dim() == 1 else self.y[label], weight, step)
 
-    def pick(self, rows: Tensor) -> Tensor:
-        """x at these rows; a quarter of the time of x[rows] on a CPU (benchmarks/steps.py)."""
+    def take(self, rows: Tensor) -> Tensor:
+        """x[rows] in a quarter of the time on a CPU (benchmarks/steps.py)."""
         return self.x.index_select(0, rows.reshape(-1)).view(*rows.shape, *self.x.shape[1:])
 
     def blocks(self, limit: int = 2048) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-        """Every example once, as one row of examples shared by all clients: x [1, m, ...], y [m], and for each
-        example its cell, 3 × (position of its client) + split. For work in which all clients use the same model.
-        2,048 examples at a time keep a hidden layer in cache."""
+        """Every example once, for evaluating one model on all clients: x [1, m, ...], y [m], and the cell of each example,
+        3 × (position of its client) + split. 2,048 examples at a time keep a hidden layer in the CPU cache."""
         place = np.argsort(self.bounds[:, 0], kind="stable")
         bounds = self.bounds[place]
         lengths = np.diff(bounds, axis=1)
         cells = np.repeat((3 * place[:, None] + np.arange(3)).reshape(-1), lengths.reshape(-1))
-        together = bool((bounds[1:, 0] == bounds[:-1, 3]).all())  # neighbours in the pool need no copy
+        together = bool((bounds[1:, 0] == bounds[:-1, 3]).all())  # contiguous in the pool: no copy needed
         rows = None if together else np.concatenate([np.arange(b[0], b[3]) for b in bounds])
         for first in range(0, len(cells), limit):
             cell = cells[first : first + limit]
             low = int(bounds[0, 0]) + first
-            part = slice(low, low + len(cell)) if rows is None else self.here(rows[first : first + len(cell)])
+            part = slice(low, low + len(cell)) if rows is None else self.tensor(rows[first : first + len(cell)])
             yield self.x[part][None], self.y[part], cell
 
     def lanes(self, limit: int = 4096) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-        """Every example once, each in its client's lane: x [clients, m, ...], y [clients, m], cells (−1 is padding).
-        For work in which each client uses a model of its own. Yields prefixes of the clients: largest first is best."""
+        """Every example once, for evaluating one model per client: x [clients, m, ...], y [clients, m], cells (−1 is
+        padding). Yields prefixes of the clients, so the order largest first wastes least."""
         lengths = np.diff(self.bounds, axis=1)
         total = lengths.sum(1)
         width = int(max(min(16, limit), limit // max(1, len(self))))
@@ -158,45 +199,49 @@ class Data:
             left = total[:active] - first
             real = lane < left[:, None]
             at = first + np.clip(lane, 0, np.maximum(left[:, None] - 1, -first))
-            rows = self.here(np.where(real, self.bounds[:active, 0, None] + at, self.bounds[0, 0]))
+            rows = self.tensor(np.where(real, self.bounds[:active, 0, None] + at, self.bounds[0, 0]))
             where = np.minimum(starts[:active, None] + at, len(split) - 1)
             cells = np.where(real, 3 * np.arange(active)[:, None] + split[where], -1)
-            yield self.pick(rows), self.y[rows], cells
+            yield self.take(rows), self.y[rows], cells
 
 
 class Engine(Protocol):
-    """Carries a named step to clients and brings back what they reply, a few clients at a time."""
+    """Carries a named step to clients and brings back their replies, a few clients at a time."""
 
-    def run(
-        self, step: str, ids: np.ndarray, down: Params, round: int, exchange: int
-    ) -> Iterator[tuple[np.ndarray, Params]]: ...
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]: ...
+
+    def outputs(self, message: Message, round: int) -> Params:
+        """Logits and features on every test example, by view; {} where they stay with the clients."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
 class Cohort:
-    """The clients of one round. `ask` and `stream` are the only wire, so they know every byte that crosses."""
+    """The clients of one round. All communication goes through `stream`, which counts every byte."""
 
     engine: Engine
     ids: np.ndarray
     round: int
     quorum: float = 0.0
-    rounds: int = 1  # of the whole run: schedules need it
-    population: int = 0  # clients that could have been asked
-    lost: frozenset[int] = frozenset()  # clients that will not answer (a rehearsal of failures)
+    rounds: int = 1  # of the whole run, for schedules
+    population: int = 0  # clients that could have been sampled
+    lost: frozenset[int] = frozenset()  # clients that will not answer (dropout=, a rehearsal of failures)
     bytes_down: int = 0
     bytes_up: int = 0
     exchange: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)  # goes into the round's record
 
-    def stream(self, step: str, down: Params) -> Iterator[tuple[np.ndarray, Params]]:
-        """Replies a few clients at a time, [clients, ...] each: memory does not grow with the cohort."""
-        self.bytes_down += len(self.ids) * nbytes(down)
+    def stream(self, step: str, message: Message) -> Iterator[Reply]:
+        """Replies a few clients at a time, so that memory does not grow with the cohort."""
+        self.bytes_down += len(self.ids) * message.nbytes
         asked = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
         answered = 0
-        for ids, up in self.engine.run(step, asked, down, self.round, self.exchange):
-            answered += len(ids)
-            self.bytes_up += nbytes(up)
-            yield ids, up
+        for reply in self.engine.run(step, asked, message, self.round, self.exchange):
+            answered += len(reply.ids)
+            self.bytes_up += reply.nbytes
+            yield reply
         self.exchange += 1
         self.notes["answered"] = answered
         need = max(1, int(np.ceil(self.quorum * len(self.ids))))
@@ -206,59 +251,57 @@ class Cohort:
                 f"{need}; bring clients back and `fedvlm resume` the run, or lower quorum="
             )
 
-    def ask(self, step: str, down: Params) -> tuple[np.ndarray, Params]:
-        """All replies at once, in the order of client ids; a client that failed is absent."""
-        parts = list(self.stream(step, down))
-        ids = np.concatenate([ids for ids, _ in parts]) if parts else np.empty(0, np.int64)
+    def ask(self, step: str, message: Message) -> Reply:
+        """All replies at once, ordered by client id; a client that failed is absent."""
+        replies = list(self.stream(step, message))
+        ids = np.concatenate([r.ids for r in replies]) if replies else np.empty(0, np.int64)
         order = np.argsort(ids)
         at = torch.from_numpy(order)
-        return ids[order], {k: torch.cat([up[k] for _, up in parts])[at] for k in (parts[0][1] if parts else {})}
 
-    def ask_some(self, ids: np.ndarray, step: str, down: Params) -> tuple[np.ndarray, Params]:
-        """The same of these clients only; the bytes are still this cohort's."""
+        def joined(parts: list[Params]) -> Params:
+            return {k: torch.cat([p[k] for p in parts])[at] for k in (parts[0] if parts else {})}
+
+        return Reply(ids[order], joined([r.values for r in replies]), joined([r.shared for r in replies]))
+
+    def ask_some(self, ids: np.ndarray, step: str, message: Message) -> Reply:
+        """As `ask`, for these clients only; the bytes count for this cohort."""
         part = replace(self, ids=ids, notes={})
         try:
-            return part.ask(step, down)
+            return part.ask(step, message)
         finally:
             self.bytes_down, self.bytes_up = part.bytes_down, part.bytes_up
 
 
-class NoQuorum(FedvlmError):
-    """Too few clients answered."""
-
-
-def tracked(name: str) -> bool:
-    """Whether a parameter is a running statistic: it travels and is averaged like any other, but follows what a batch
-    shows, not the loss; nothing ties, corrects or looks ahead along it."""
+def is_running_statistic(name: str) -> bool:
+    """Whether a parameter is a running statistic (batch norm): it is averaged like any other, but follows the batches
+    instead of the loss; excluded from proximal terms, control variates and meta-steps."""
     return name.rpartition(".")[2].startswith("running_")
-
-
-def told(name: str) -> bool:
-    """Whether an entry of a message is about the task or the moment (class embeddings, a reference model), not a model's
-    own: it goes down, is not trained, and does not come up."""
-    return name.startswith((TASK, REFERENCE))
 
 
 def nbytes(params: Params) -> int:
     return sum(v.numel() * v.element_size() for v in params.values())
 
 
-def only(params: Params, names: Iterable[str]) -> Params:
+def select(params: Params, names: Iterable[str]) -> Params:
     return {k: params[k] for k in names}
 
 
-def spread(params: Params, clients: int) -> Params:
-    """A copy for each client, to train on."""
+def on_device(params: Params, device: torch.device) -> Params:
+    return {k: v.to(device) for k, v in params.items()}
+
+
+def copy_per_client(params: Params, clients: int) -> Params:
+    """A separate copy for each client, [clients, ...]."""
     return {k: v.expand(clients, *v.shape).clone(memory_format=torch.contiguous_format) for k, v in params.items()}
 
 
-def lift(params: Params) -> Params:
-    """A client axis of one: the same parameters for everybody, not copied."""
+def with_client_axis(params: Params) -> Params:
+    """A client axis of length one, which broadcasts: the same parameters for every client, without a copy."""
     return {k: v[None] for k, v in params.items()}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weightᵀ + bias, client by client. Written weight-first: the gradient of the (large) weight then comes out
-    of a batched product in the layout it is stored in, 1.5 times as fast on a CPU (benchmarks/steps.py)."""
+    """x @ weightᵀ + bias for each client. Written weight-first, so that the gradient of the (large) weight has the memory
+    layout of the weight: 1.5 times as fast on a CPU (benchmarks/steps.py)."""
     out = (torch.bmm(weight, x.mT) if len(weight) == len(x) else weight @ x.mT).mT
     return out if bias is None else out + bias[:, None]

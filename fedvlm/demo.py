@@ -1,15 +1,17 @@
-"""`fedvlm demo`: what federated adaptation buys over the frozen model, on real images, with nothing to fetch.
+"""`fedvlm demo`: what federated adaptation gains over the frozen model, on real images that come with the package.
 
-Emoji in seven drawing styles; each style is a client; each in turn is the client nobody has seen.
+Emoji in seven drawing styles; each style is a client, and each in turn is held out.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedvlm import console
-from fedvlm.report import figures, tables
-from fedvlm.runs import Run
+
+if TYPE_CHECKING:
+    from fedvlm.folder import RunFolder
 
 METHODS = ("zero-shot", "fedavg", "fedclip", "fedot")
 DEFAULTS = {
@@ -22,12 +24,16 @@ DEFAULTS = {
 }
 
 
-def conclude(runs: list[Run], picture: Path) -> None:
-    """What the table says, in words, and a figure."""
+def conclude(runs: list[RunFolder], picture: Path) -> None:
+    """Prints the comparison with the frozen model in words and writes a figure."""
+    from fedvlm.report import figures, tables
+
     for verdict in tables.against(tables.summarise(runs)):
-        console.out.print(verdict)
+        console.out.print(verdict, markup=False)
     figures.figure(runs, picture)
-    console.out.print(f"figure: {picture} · runs: {picture.parent}")
+    folder = picture.parent
+    console.out.print(f"figure: {picture} · runs: {folder}", markup=False)
     console.out.print(
-        f"next: fedvlm predict {runs[-1].folder} IMAGE · fedvlm report {picture.parent} · fedvlm run fedot data=FOLDER --dry"
+        f"next: fedvlm predict {runs[-1].folder} IMAGE · fedvlm report {folder} · fedvlm run fedot data=FOLDER --dry",
+        markup=False,
     )

@@ -1,4 +1,4 @@
-"""Is this machine fit to run fedvlm? Each check names what is wrong and what to do."""
+"""`fedvlm doctor`: checks of the installation and the machine, each with what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from fedvlm.data.store import home
-from fedvlm.runs import default_out
+from fedvlm.machine import cache_home, cores, runs_home
+
+MINIMUM_SPACE = 1 << 30  # bytes
 
 
 class Finding(NamedTuple):
-    state: str  # ok, note, broken
+    state: Literal["ok", "note", "broken"]
     what: str
-    fix: str = ""
+    fix: str = ""  # what to do; "" where nothing is needed
 
 
 def examine() -> Iterator[Finding]:
     yield _python()
-    yield from _torch()
+    yield from _packages()
     yield _torchvision()
-    yield from _space()
+    yield from _folders()
     yield _threads()
     yield from _extras()
     yield _backbone()
@@ -36,13 +36,14 @@ def _python() -> Finding:
 
 
 def _version(package: str) -> str | None:
+    """The installed version; None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _torch() -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
     for package in ("torch", "transformers", "safetensors"):
         try:
             importlib.import_module(package)
@@ -53,44 +54,42 @@ def _torch() -> Iterator[Finding]:
 
 
 def _torchvision() -> Finding:
-    """A torchvision built for another torch breaks transformers' imports too, with a message about `nms`."""
+    """A torchvision built for another version of torch makes transformers fail on import, with a message about `nms`."""
     version = _version("torchvision")
     if version is None:
-        return Finding("ok", "torchvision absent (fedvlm does not need it)")
+        return Finding("ok", "torchvision is not installed (fedvlm does not need it)")
     try:
         importlib.import_module("torchvision")
-        return Finding("ok", f"torchvision {version} beside torch {_version('torch')}")
+        return Finding("ok", f"torchvision {version} with torch {_version('torch')}")
     except Exception as error:
         what = f"torchvision {version} does not fit torch {_version('torch')} ({type(error).__name__}: {error})"
         return Finding("broken", what, "pip uninstall torchvision (fedvlm does not need it)")
 
 
-def _space() -> Iterator[Finding]:
-    for name, folder in (("feature store", home()), ("runs", default_out())):
-        there = folder.absolute()
-        while not there.exists():
-            there = there.parent
-        free = shutil.disk_usage(there).free
-        if not os.access(there, os.W_OK):
-            yield Finding(
-                "broken", f"{name} at {folder} cannot be written", "set FEDVLM_CACHE / FEDVLM_RUNS to a folder of yours"
-            )
-        elif free < 1 << 30:
-            yield Finding(
-                "broken", f"{name}: {free / 1e9:.1f} GB free at {folder}", "make room, or `fedvlm cache --prune`"
-            )
+def _folders() -> Iterator[Finding]:
+    for name, folder in (("feature store", cache_home()), ("runs", runs_home())):
+        existing = folder.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        free = shutil.disk_usage(existing).free
+        if not os.access(existing, os.W_OK):
+            fix = "set FEDVLM_CACHE / FEDVLM_RUNS to a folder that you may write to"
+            yield Finding("broken", f"{name} at {folder} cannot be written", fix)
+        elif free < MINIMUM_SPACE:
+            fix = "free some space, or `fedvlm cache --prune`"
+            yield Finding("broken", f"{name}: {free / 1e9:.1f} GB free at {folder}", fix)
         else:
             yield Finding("ok", f"{name} at {folder}: {free / 1e9:.0f} GB free")
 
 
 def _threads() -> Finding:
-    cores = len(os.sched_getaffinity(0))
+    count = cores()
     limit = os.environ.get("OMP_NUM_THREADS")
-    if limit and limit.isdigit() and int(limit) < cores:
-        return Finding("note", f"OMP_NUM_THREADS={limit} of {cores} cores", "unset it: encoding images uses all cores")
-    if cores < 2:
+    if limit and limit.isdigit() and int(limit) < count:
+        return Finding("note", f"OMP_NUM_THREADS={limit} of {count} cores", "unset it: encoding images uses all cores")
+    if count < 2:
         return Finding("note", "one core", "everything works; encoding images takes longer")
-    return Finding("ok", f"{cores} cores")
+    return Finding("ok", f"{count} cores")
 
 
 def _extras() -> Iterator[Finding]:
@@ -98,19 +97,17 @@ def _extras() -> Iterator[Finding]:
         if _version(package):
             yield Finding("ok", f"extra {extra} ({package} {_version(package)})")
         else:
-            yield Finding("note", f"extra {extra} is not installed", f'pip install "fedvlm[{extra}]" if you want it')
+            yield Finding("note", f"extra {extra} is not installed", f'pip install "fedvlm[{extra}]" if you need it')
 
 
 def _backbone() -> Finding:
-    from fedvlm import backbones
-
     try:
+        from fedvlm import backbones  # imports torch, which `_packages` may have found broken
+
         model = backbones.load("mini-clip")
-        found = model.texts(["a photo of a dog"])
-        assert found is not None and bool(found.isfinite().all())
+        embedding = model.texts(["a photo of a dog"])
+        assert embedding is not None and bool(embedding.isfinite().all())
         return Finding("ok", f"mini-clip loads and encodes ({model.dim} dimensions)")
     except Exception as error:
-        asset = Path("fedvlm/backbones/assets/mini-clip")
-        return Finding(
-            "broken", f"mini-clip does not load: {type(error).__name__}: {error}", f"install fedvlm again ({asset})"
-        )
+        fix = "install fedvlm again (its files in fedvlm/backbones/assets/mini-clip)"
+        return Finding("broken", f"mini-clip does not load: {type(error).__name__}: {error}", fix)

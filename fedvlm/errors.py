@@ -1,11 +1,19 @@
-"""Words for what went wrong."""
+"""Errors that the user can put right, and suggestions for misspelt names."""
 
 import difflib
 from collections.abc import Iterable
 
 
+class FedvlmError(Exception):
+    """Something the user can put right; the command line shows it without a traceback."""
+
+
+class NoQuorum(FedvlmError):
+    """Fewer clients answered than `quorum=` asks for."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """«did you mean …?» where something is close, else what there is."""
+    """'did you mean …?' where one of the choices is close, otherwise the list of choices."""
     known = [str(c) for c in choices]
     close = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
     if close:

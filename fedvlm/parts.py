@@ -1,53 +1,88 @@
-"""Finding adapters, local rules and merges: the files themselves are the list. A file of your own works by its path."""
+"""Finding parts: the files of a folder are the list; entry points, files and modules of your own join them.
+
+A name is, in this order: a file in the package's folder (`rotation`), an entry point of an installed package (groups
+`fedvlm.adapters`, `.local`, `.merges`, `.metrics`, `.engines`, `.backbones`), a file (`path/to/idea.py`), or a module
+(`package.module`).
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import pkgutil
-from dataclasses import is_dataclass
+import importlib.metadata
+import inspect
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import NamedTuple
 
-from fedvlm.core import FedvlmError
-from fedvlm.errors import nearest
+from fedvlm import own
+from fedvlm.errors import FedvlmError, nearest
 
-AXES = {"adapter": "fedvlm.adapters", "local": "fedvlm.local", "merge": "fedvlm.merge"}
-SHARED = {"base", "copies", "descent", "layered", "model", "network"}  # what parts have in common, not parts
-
-
-def names(axis: str) -> list[str]:
-    folder = importlib.import_module(AXES[axis]).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(folder) if m.name not in SHARED)
+HERE = Path(__file__).parent
 
 
-def find(axis: str, name: str) -> type:
-    """The one dataclass that a part's file defines: `rotation`, or `path/to/idea.py`."""
-    if name.endswith(".py"):
-        module = _from_file(axis, Path(name))
-    elif name in names(axis):
-        module = importlib.import_module(f"{AXES[axis]}.{name}")
-    else:
+class Kind(NamedTuple):
+    """A kind of part."""
+
+    folder: str  # below the package; the entry point group is fedvlm.FOLDER, see `group`
+    base: str  # module:class that every part of this kind derives from
+    group: str
+    shared: tuple[str, ...]  # files of the folder that are no parts
+
+
+KINDS = {
+    "adapter": Kind("adapters", "fedvlm.adapters.base:Adapter", "fedvlm.adapters", ("base", "layered", "network")),
+    "local": Kind("local", "fedvlm.local.base:Local", "fedvlm.local", ("base", "copies", "descent", "model")),
+    "merge": Kind("merge", "fedvlm.merge.base:Merge", "fedvlm.merges", ("base",)),
+    "metric": Kind("metrics", "fedvlm.metrics.base:Metric", "fedvlm.metrics", ("base", "detection")),
+    "engine": Kind("engines", "fedvlm.engines.base:Engine", "fedvlm.engines", ("base", "rows", "wire", "worker")),
+}
+AXES = ("adapter", "local", "merge")
+
+
+def names(kind: str) -> list[str]:
+    """Built-in parts and those of installed packages."""
+    folder = HERE / KINDS[kind].folder
+    found = {p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", *KINDS[kind].shared)}
+    return sorted(found | installed(kind).keys())
+
+
+def installed(kind: str) -> dict[str, str]:
+    """Entry points of other packages: name → module (or module:class)."""
+    return {e.name: e.value for e in importlib.metadata.entry_points(group=KINDS[kind].group)}
+
+
+def find(kind: str, name: str, code: Path | None = None, entry: str = "") -> type:
+    """The class of a part. `code` and `entry`: import it from this copy of the user's code instead of where it lay."""
+    what = f"{kind}={name}"
+    if code is not None:
+        return only_part(kind, what, own.load(what, code, entry))
+    if (HERE / KINDS[kind].folder / f"{name}.py").is_file() and name not in KINDS[kind].shared:
+        return only_part(kind, what, importlib.import_module(f"fedvlm.{KINDS[kind].folder}.{name}"))
+    if name in installed(kind):
+        module, _, attribute = installed(kind)[name].partition(":")
+        try:
+            found = importlib.import_module(module)
+        except Exception as error:
+            raise FedvlmError(f"{what}: {module} does not import ({type(error).__name__}: {error})") from error
+        return getattr(found, attribute) if attribute else only_part(kind, what, found)
+    if own.is_own(name):
+        return only_part(kind, what, own.read(what, name).load(what))
+    raise FedvlmError(f"{what}: no such {kind}; {nearest(name, names(kind))} (a file of your own: {kind}=path.py)")
+
+
+def only_part(kind: str, what: str, module: ModuleType) -> type:
+    """The one part that a module defines."""
+    home, _, name = KINDS[kind].base.partition(":")
+    base = getattr(importlib.import_module(home), name)
+    mine = [
+        v
+        for v in vars(module).values()
+        if inspect.isclass(v) and v.__module__ == module.__name__ and issubclass(v, base) and not inspect.isabstract(v)
+    ]
+    leaves = [v for v in mine if not any(v is not w and issubclass(w, v) for w in mine)]
+    if len(leaves) != 1:
         raise FedvlmError(
-            f"{axis}={name}: no such {axis}; {nearest(name, names(axis))} (a file of your own: {axis}=path.py)"
+            f"{what}: the file must define exactly one {kind} (a class that derives from "
+            f"{KINDS[kind].base.replace(':', '.')}), and defines {len(leaves)}"
         )
-    own = [v for v in vars(module).values() if is_dataclass(v) and v.__module__ == module.__name__]
-    parts = [v for v in own if hasattr(v, {"adapter": "logits", "local": "train", "merge": "round"}[axis])]
-    if len(parts) != 1:
-        raise FedvlmError(f"{axis}={name}: the file must define exactly one {axis} dataclass, and defines {len(parts)}")
-    return cast(type, parts[0])
-
-
-def _from_file(axis: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise FedvlmError(f"{axis}={path}: no such file")
-    spec = importlib.util.spec_from_file_location(f"fedvlm_{axis}_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    importlib.sys.modules[spec.name] = module  # type: ignore[attr-defined]
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise FedvlmError(f"{axis}={path} does not import: {type(error).__name__}: {error}") from error
-    return module
+    return leaves[0]

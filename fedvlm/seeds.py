@@ -1,15 +1,19 @@
-"""Randomness without a generator: every draw is a hash of what it is for, so it is the same in any engine, any order.
+"""Random numbers by hashing: every draw depends only on its key (run seed, round, client, …), so it is the same in
+every engine and in any order.
 
-The mixer is splitmix64 (Steele, Lea and Flood, 2014). Nothing in fedvlm reads a global random state.
+The hash is splitmix64 (Steele, Lea and Flood, 2014). Nothing in fedvlm reads a global random state.
 """
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix(z: Keys) -> Keys:
     with np.errstate(over="ignore"):
         z = z + GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -17,8 +21,8 @@ def _mix(z: np.ndarray) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
-def keys(*parts: int, clients: np.ndarray) -> np.ndarray:
-    """One 64-bit key a client, from what the draw is for: (run seed, round, step, ...)."""
+def keys(*parts: int, clients: np.ndarray) -> Keys:
+    """One 64-bit key per client id, from what identifies the draw: (run seed, round, step, ...)."""
     key = np.asarray(clients, dtype=np.uint64)
     for part in parts:
         key = _mix(key ^ _mix(np.array([part], dtype=np.uint64)))
@@ -26,17 +30,18 @@ def keys(*parts: int, clients: np.ndarray) -> np.ndarray:
 
 
 def key(*parts: int) -> int:
+    """One 64-bit key from what identifies the draw."""
     return int(keys(*parts, clients=np.zeros(1))[0])
 
 
-def shuffled(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """A permutation of range(count) for each key, one behind the other."""
+def shuffled(keys: Keys, counts: np.ndarray) -> NDArray[np.intp]:
+    """A random permutation of range(count) for each key, concatenated."""
     owner = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    position: NDArray[np.intp] = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     with np.errstate(over="ignore"):
-        hashes = _mix(np.repeat(keys, counts) + place.astype(np.uint64) * GOLDEN)
+        hashes = _mix(np.repeat(keys, counts) + position.astype(np.uint64) * GOLDEN)
     order = np.argsort((owner << np.uint64(40)) | (hashes >> np.uint64(24)), kind="stable")
-    return place[order]
+    return position[order]
 
 
 def generator(*parts: int) -> torch.Generator:

@@ -1,19 +1,19 @@
-"""Optimal transport, two kinds: which outsiders look like a class (FOCoOp's server), which patches a prompt explains
-(FedOTP's clients).
+"""Two kinds of optimal transport: between classes and outsider prompts (FOCoOp's server; outsiders are
+out-of-distribution images or names), and between image patches and prompts (FedOTP's clients).
 
-**Semi-unbalanced** (FOCoOp 2025, Eq. 8): min ⟨C, π⟩ + τ KL(πᵀ1 ‖ a) with hard rows π1 = b: every class sends out all
-its mass, and a column near many classes receives more than its share a. KL(m ‖ a) = Σ m log(m/a) − m + a. As printed,
-Eqs. 33–36 fix the columns instead, which gives every column the same mass; our reading is Eq. 8's. The paper's
-Frank–Wolfe (a vertex per row, step 2/(i+2)) is still 0.02 to 9 % off after 200 steps where τ is at most a tenth of the
-costs, and far off above. So each row in turn goes to its exact optimum instead of part of the way to a vertex (fully
-corrective, block-coordinate Frank–Wolfe; Lacoste-Julien et al. 2013): π_cj = max(0, a_j exp((λ_c − C_cj)/τ) − what
-others sent to j). A large τ makes such steps short, so above a twentieth of the costs' spread columns are softened to
-that strength and held by multipliers (prices) until they stand where τ wants them. Stops once a dual bound proves the
-objective right to 1e-4, or after so many sweeps.
+**Semi-unbalanced** (FOCoOp 2025, Eq. 8): min ⟨C, π⟩ + τ KL(πᵀ1 ‖ a) subject to π1 = b: every class sends out all its
+mass, and a column near many classes receives more than its share a. KL(m ‖ a) = Σ m log(m/a) − m + a. As printed,
+Eqs. 33–36 fix the columns instead, which gives every column the same mass; we follow Eq. 8. The paper's Frank–Wolfe (a
+vertex per row, step 2/(i+2)) is still 0.02 to 9 % from the optimum after 200 steps where τ is at most a tenth of the
+costs, and farther above that. So each row in turn is set to its exact optimum (fully corrective, block-coordinate
+Frank–Wolfe; Lacoste-Julien et al. 2013): π_cj = max(0, a_j exp((λ_c − C_cj)/τ) − the mass of the other rows in j). A
+large τ makes these steps short. Therefore, where τ exceeds a twentieth of the range of the costs, rows are updated with
+that smaller τ, and multipliers (prices) on the columns correct the difference. Stops once a dual bound proves the
+objective to be within a relative 1e-4 of the optimum, or after a number of sweeps.
 
 **Unbalanced** (FedOTP, CVPR 2024): min ⟨C, T⟩ − ε H(T) between N patches and M prompts with T1 ≤ 1/N and Tᵀ1 = γ/M: the
-prompts take γ = 0.8 of the picture, and a patch that fits neither is left out. Scaling as in Benamou et al. (2015): u =
-min(1, (1/N)/Kv), v = (γ/M)/Kᵀu. Each problem of a batch stops on its own, so that its plan does not depend on the rest.
+prompts take γ = 0.8 of the image, and patches that fit no prompt are left out. Scaling as in Benamou et al. (2015): u =
+min(1, (1/N)/Kv), v = (γ/M)/Kᵀu. Each problem of a batch stops on its own, so its plan does not depend on the others.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import FedvlmError
 
-CLOSE = 1e-4  # how near the optimum, relative to the objective, a semi-unbalanced plan must be proved to be
-SOFT = 0.05  # the strength rows are moved at, as a share of the costs' spread; 0.03 to 0.1 need about as many sweeps
-STEEP = 0.9  # largest cost difference, in ε, as a share of the largest exponent that a number can have
+TOLERANCE = 1e-4  # relative distance of a semi-unbalanced objective from the optimum that must be proved
+SOFT = 0.05  # largest τ for row updates, as a share of the costs' range; 0.03 to 0.1 need about as many sweeps
+STEEP = 0.9  # largest cost difference over ε, as a share of the largest x for which exp(x) is finite
+
+Array = NDArray[np.float64]
 
 
 def semi_unbalanced(cost: Tensor, rows: Tensor, columns: Tensor, strength: float, steps: int = 300) -> Tensor:
-    """The plan π [C, N] for costs [C, N], row masses b [C] and wanted column masses a [N], after at most `steps` sweeps
-    over the rows. Rows are always met; a column without mass gets nothing."""
+    """The plan π [C, N] for costs [C, N], row masses b [C], desired column masses a [N] and τ = strength, after at most
+    `steps` sweeps over the rows. Row masses are always met exactly; a column with a = 0 receives nothing."""
     costs, b, a = (v.detach().double().cpu().numpy() for v in (cost, rows, columns))
     if costs.shape != (len(b), len(a)):
         raise FedvlmError(
@@ -42,7 +45,7 @@ def semi_unbalanced(cost: Tensor, rows: Tensor, columns: Tensor, strength: float
     if not (strength > 0 and all(np.isfinite(v).all() for v in (strength, costs, b, a))):
         raise FedvlmError(f"transport needs finite costs and masses and a finite strength above 0, not {strength}")
     if (b < 0).any() or (a < 0).any() or (b.any() and not a.any()):
-        raise FedvlmError("masses must not be negative, and some column must have one to take the rows'")
+        raise FedvlmError("masses must not be negative, and some column must have a positive one where a row has")
     plan = np.zeros_like(costs)
     some = np.ix_(b > 0, a > 0)
     if plan[some].size:
@@ -50,12 +53,13 @@ def semi_unbalanced(cost: Tensor, rows: Tensor, columns: Tensor, strength: float
     return torch.from_numpy(plan).to(cost)
 
 
-def _solve(costs: np.ndarray, b: np.ndarray, a: np.ndarray, strength: float, steps: int) -> np.ndarray:
+def _solve(costs: Array, b: Array, a: Array, strength: float, steps: int) -> Array:
+    """semi_unbalanced where all masses are positive."""
     spread = float(np.ptp(costs))
-    strength = max(strength, 1e-9 * spread)  # less is the same choice, and its exponents would overflow
+    strength = max(strength, 1e-9 * spread)  # a smaller one gives the same plan, and its exponents would overflow
     soft = min(strength, SOFT * spread) or strength
     plan = np.outer(b, a / a.sum())
-    price = np.zeros(len(a))  # what a column charges for a unit; at the optimum τ log(mass/a)
+    price = np.zeros(len(a))  # the columns' multipliers, at the optimum τ log(mass/a)
     above = costs - costs.min(1, keepdims=True)
     best, least, bound = plan, np.inf, -np.inf
     for _ in range(steps):
@@ -68,24 +72,26 @@ def _solve(costs: np.ndarray, b: np.ndarray, a: np.ndarray, strength: float, ste
         if value < least:
             best, least = plan, value
         bound = max(bound, floor)
-        if least - bound <= CLOSE * abs(least) + 1e-12 * soft * b.sum():
+        if least - bound <= TOLERANCE * abs(least) + 1e-12 * soft * b.sum():
             break
     return best
 
 
-def _sweep(plan: np.ndarray, pull: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Each row to its optimum while the others stand: π_cj = max(0, z exp(pull_cj) − rest_j) with Σ_j π_cj = b_c.
+def _sweep(plan: Array, pull: Array, b: Array) -> Array:
+    """Sets each row to its optimum for fixed other rows: π_cj = max(0, z exp(pull_cj) − rest_j) with Σ_j π_cj = b_c.
 
-    Columns fill in the order of rest/exp(pull). Any set of them gives a level z that is too high, or the right one."""
+    Columns receive mass in the order of rest/exp(pull). Solving for z over the first k of them gives an upper bound for
+    every k, which is attained for the right k; so z is the minimum over k."""
     mass = plan.sum(0)
     weights = np.exp(pull)
-    with np.errstate(divide="ignore", over="ignore"):  # log 0: nobody else is there; a level of ∞: no weight yet
+    # log 0: no other row uses the column; a level of ∞: all weights so far are 0
+    with np.errstate(divide="ignore", over="ignore"):
         for c, row in enumerate(plan):
             rest = np.maximum(mass - row, 0)
             order = np.argsort(np.log(rest) - pull[c])
             level = ((b[c] + rest[order].cumsum()) / weights[c, order].cumsum()).min()
             row[:] = np.maximum(level * weights[c] - rest, 0)
-            if not row.any():  # a mass that rounding loses beside the others'
+            if not row.any():  # its mass is lost to rounding beside the other rows'
                 row[order[0]] = b[c]
             row *= b[c] / row.sum()
             mass = rest + row
@@ -94,19 +100,20 @@ def _sweep(plan: np.ndarray, pull: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def unbalanced(
-    cost: Tensor, epsilon: float = 0.1, mass: float = 0.8, iterations: int = 100, still: float = 1e-3
+    cost: Tensor, epsilon: float = 0.1, mass: float = 0.8, iterations: int = 100, tolerance: float = 1e-3
 ) -> Tensor:
-    """The plan T [..., N, M] for costs [..., N, M], without gradient. Columns are met; a row may exceed 1/N by `still`,
-    the relative move of a column's scaling at which its problem stops (public code: the whole batch, by its mean)."""
+    """The plan T [..., N, M] for costs [..., N, M], without gradient. Column masses are met; a row may exceed 1/N by a
+    relative `tolerance`. A problem stops once no column's scaling changes by more than that (in the public code the
+    whole batch stops, once its mean change is small)."""
     patches, prompts = cost.shape[-2:]
     if not (0 < mass <= 1 and epsilon > 0):
         raise FedvlmError(
-            f"mass={mass} must be in (0, 1] and epsilon={epsilon} above 0: patches have a mass of 1 in all"
+            f"mass={mass} must be in (0, 1] and epsilon={epsilon} above 0: the total mass of the patches is 1"
         )
     if not cost.numel():
         return torch.zeros_like(cost)
     work = cost.to(torch.promote_types(cost.dtype, torch.float32))
-    steep = (work - work.amin(-2, keepdim=True)) / epsilon  # v takes up what a column's costs have in common
+    steep = (work - work.amin(-2, keepdim=True)) / epsilon  # a constant per column changes only v
     most, limit = float(steep.max()), STEEP * math.log(torch.finfo(work.dtype).max)
     if not most <= limit:
         raise FedvlmError(
@@ -114,15 +121,15 @@ def unbalanced(
             f"at least {1.01 * most * epsilon / limit:.3g} is needed"
         )
     kernel = (-steep).exp()
-    turned = kernel.mT.contiguous()
+    transposed = kernel.mT.contiguous()
     u = torch.ones_like(kernel[..., :1])
-    v = mass / prompts / (turned @ u)
-    moving = torch.ones_like(v[..., :1, :], dtype=torch.bool)
+    v = mass / prompts / (transposed @ u)
+    active = torch.ones_like(v[..., :1, :], dtype=torch.bool)  # a problem that has stopped no longer changes
     for _ in range(iterations):
-        u = torch.where(moving, (1 / patches / (kernel @ v)).clamp(max=1), u)
-        then = torch.where(moving, mass / prompts / (turned @ u), v)
-        moving = ((then / v - 1).abs() >= still).any(-2, keepdim=True)  # once still, a problem stays as it is
-        v = then
-        if not moving.any():
+        u = torch.where(active, (1 / patches / (kernel @ v)).clamp(max=1), u)
+        updated = torch.where(active, mass / prompts / (transposed @ u), v)
+        active = ((updated / v - 1).abs() >= tolerance).any(-2, keepdim=True)
+        v = updated
+        if not active.any():
             break
     return (u * kernel * v.mT).to(cost.dtype)

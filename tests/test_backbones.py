@@ -1,4 +1,4 @@
-"""Every kind of frozen encoder: what comes out is right, and what cannot be right is refused with a way out."""
+"""Every kind of frozen encoder: its output is right, and wrong input is an error that says what to do."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from safetensors.numpy import save as packed
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from fedvlm.backbones import load, server
-from fedvlm.backbones.base import checked
+from fedvlm.backbones.base import checked_embeddings
 from fedvlm.backbones.http import BINARY, Endpoint, _png
-from fedvlm.backbones.onnx import CLIP
+from fedvlm.backbones.onnx import CLIP_NORMALISATION
 from fedvlm.backbones.server import serve
 from fedvlm.core import FedvlmError
 
@@ -36,7 +36,7 @@ INFO |= {"limit_images": 8, "limit_bytes": 9999}
 
 
 @pytest.fixture(autouse=True)
-def nothing_from_outside(monkeypatch):
+def no_proxy_and_no_token(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("FEDVLM_TOKEN", raising=False)
 
@@ -57,35 +57,37 @@ def close(a: torch.Tensor | None, b: torch.Tensor | None, within: float = 1e-6) 
 
 
 class Means:
-    """A real encoder on one line (mean colour), which remembers how many images it saw at a time."""
+    """A small encoder (mean colour) that records the size of each batch."""
 
     name, fingerprint, dim, scale, black_box = "means", "1", 3, 7.0, True
 
     def __init__(self):
-        self.seen: list[int] = []
+        self.batches: list[int] = []
 
     def images(self, images):
-        self.seen.append(len(images))
-        return checked([np.asarray(i, dtype=np.float32).mean((0, 1)) + 1 for i in images], len(images), "means")
+        self.batches.append(len(images))
+        return checked_embeddings(
+            [np.asarray(i, dtype=np.float32).mean((0, 1)) + 1 for i in images], len(images), "means"
+        )
 
     def texts(self, phrases):
         return None
 
 
-# checked
+# checked_embeddings
 
 
-def test_checked_normalises_whatever_the_container():
+def test_checked_embeddings_normalises_any_container():
     expected = torch.tensor([[0.6, 0.8], [1.0, 0.0]])
     rows = [[3.0, 4.0], [5.0, 0.0]]
-    backwards = np.array(rows[::-1])[::-1]  # a negative stride, which torch does not take
+    backwards = np.array(rows[::-1])[::-1]  # a negative stride, which torch does not support
     for found in (rows, np.array(rows), backwards, torch.tensor(rows).half(), list(torch.tensor(rows))):
-        assert close(checked(found, 2, "x"), expected)
-    assert close(checked(np.array([[3e300, 4e300], [1e-300, 0.0]]), 2, "x"), expected)
+        assert close(checked_embeddings(found, 2, "x"), expected)
+    assert close(checked_embeddings(np.array([[3e300, 4e300], [1e-300, 0.0]]), 2, "x"), expected)
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "message"),
     [
         (np.ones((3, 4)), "shape"),
         (np.ones(4), "shape"),
@@ -101,9 +103,9 @@ def test_checked_normalises_whatever_the_container():
         ("abc", "str"),
     ],
 )
-def test_checked_refuses(found, says):
-    with pytest.raises(FedvlmError, match=says) as caught:
-        checked(found, 2, "backbone=this", 4)
+def test_checked_embeddings_refuses(found, message):
+    with pytest.raises(FedvlmError, match=message) as caught:
+        checked_embeddings(found, 2, "backbone=this", 4)
     assert "backbone=this" in str(caught.value)
 
 
@@ -125,7 +127,7 @@ def test_padding_changes_no_text(clip):
     assert close(alone, beside[:1], 1e-5)
 
 
-def test_a_hub_name_offline_says_what_to_do(monkeypatch, tmp_path):
+def test_the_error_for_a_hub_name_offline_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read once, at import
     with pytest.raises(FedvlmError, match=r"nobody/nothing-here.*backbone=path/to/model"):
@@ -133,7 +135,7 @@ def test_a_hub_name_offline_says_what_to_do(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["./not/there/at-all", "not-there", "/not/there"])
-def test_a_missing_folder_says_what_else_there_is(name):
+def test_the_error_for_a_missing_folder_lists_the_alternatives(name):
     with pytest.raises(FedvlmError, match=r"no such folder.*mini-clip"):
         load(name)
 
@@ -161,7 +163,7 @@ def test_a_vision_only_model(tmp_path):
 
 
 def sidecar(folder: Path, size: int) -> None:
-    config = CLIP | {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+    config = CLIP_NORMALISATION | {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
     (folder / "preprocessor_config.json").write_text(json.dumps(config))
 
 
@@ -216,25 +218,33 @@ def test_onnx_sidecars(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "says"),
+    ("file", "text", "message"),
     [
         ("classes.json", '{"scale": -1}', "scale=-1"),
         ("classes.json", "[]", "JSON object"),
         ("classes.json", "{", r"classes\.json is not readable"),
         ("preprocessor_config.json", '{"size": {"height": 32, "width": 32}}', "lacks image_mean, image_std, crop_size"),
-        ("preprocessor_config.json", json.dumps(CLIP | {"size": "big", "crop_size": 3}), "preprocessor_config"),
-        ("preprocessor_config.json", json.dumps(CLIP | {"size": 16, "crop_size": 16}), "preprocessor_config"),
+        (
+            "preprocessor_config.json",
+            json.dumps(CLIP_NORMALISATION | {"size": "big", "crop_size": 3}),
+            "preprocessor_config",
+        ),
+        (
+            "preprocessor_config.json",
+            json.dumps(CLIP_NORMALISATION | {"size": 16, "crop_size": 16}),
+            "preprocessor_config",
+        ),
     ],
 )
-def test_onnx_bad_sidecars(tmp_path, file, text, says):
+def test_onnx_bad_sidecars(tmp_path, file, text, message):
     name = encoder(tmp_path / "m.onnx")
     (tmp_path / file).write_text(text)
-    with pytest.raises(FedvlmError, match=says):
+    with pytest.raises(FedvlmError, match=message):
         load(name)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"flat": False}, "first output"),
         ({"weight": np.full((4, 3), np.nan, np.float32)}, "finite"),
@@ -243,8 +253,8 @@ def test_onnx_bad_sidecars(tmp_path, file, text, says):
         ({"inputs": 2}, "image tower"),
     ],
 )
-def test_onnx_bad_models(tmp_path, options, says):
-    with pytest.raises(FedvlmError, match=says):
+def test_onnx_bad_models(tmp_path, options, message):
+    with pytest.raises(FedvlmError, match=message):
         load(encoder(tmp_path / "m.onnx", **options))
 
 
@@ -298,7 +308,7 @@ def test_a_function_from_a_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ("encode", "module:function"),
         ("not_a_module_at_all:encode", "ModuleNotFoundError"),
@@ -308,19 +318,19 @@ def test_a_function_from_a_module(tmp_path, monkeypatch):
         ("gone.py:encode", "no such file"),
     ],
 )
-def test_functions_that_cannot_serve(tmp_path, spec, says):
+def test_invalid_functions(tmp_path, spec, message):
     (tmp_path / "enc.py").write_text(ENCODE)
     spec = spec.replace("FILE", str(tmp_path / "enc.py"))
-    with pytest.raises(FedvlmError, match=says) as caught:
+    with pytest.raises(FedvlmError, match=message) as caught:
         load(f"python:{spec}")
     assert spec.split(":")[0] in str(caught.value)
 
 
-# HTTP: our provider
+# HTTP: our server
 
 
 def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict]:
-    """By hand, so that what Endpoint would never send can be sent."""
+    """One request without Endpoint, so that invalid requests can be sent."""
     wire = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     wire.request(method, path, body, {k.replace("_", "-"): v for k, v in headers.items()})
     reply = wire.getresponse()
@@ -330,9 +340,9 @@ def ask(url: str, method: str, path: str, body: bytes | None = None, **headers: 
     return reply.status, decode(found)
 
 
-def png(image: Image.Image, form: str = "PNG") -> np.ndarray:
+def png(image: Image.Image, format: str = "PNG") -> np.ndarray:
     stream = BytesIO()
-    image.save(stream, form)
+    image.save(stream, format)
     return np.frombuffer(stream.getvalue(), np.uint8)
 
 
@@ -342,13 +352,13 @@ def test_the_round_trip_equals_direct_encoding(clip):
     images.append(Image.new("RGBA", (40, 30), (9, 99, 200, 40)))
     with serve(clip, on_ready=ready.append, texts=True, limit_images=3) as running:
         assert ready == [running.url]
-        far = load(running.url)
-        assert (far.dim, far.scale, far.black_box, far.name) == (clip.dim, clip.scale, True, running.url)
-        assert close(far.images(images), clip.images(images))
-        assert close(far.texts(["a cat", "naïve “dog”", "x", "y"]), clip.texts(["a cat", "naïve “dog”", "x", "y"]))
-        assert load(running.url + "/").fingerprint == far.fingerprint != clip.fingerprint
+        remote = load(running.url)
+        assert (remote.dim, remote.scale, remote.black_box, remote.name) == (clip.dim, clip.scale, True, running.url)
+        assert close(remote.images(images), clip.images(images))
+        assert close(remote.texts(["a cat", "naïve “dog”", "x", "y"]), clip.texts(["a cat", "naïve “dog”", "x", "y"]))
+        assert load(running.url + "/").fingerprint == remote.fingerprint != clip.fingerprint
     with pytest.raises(FedvlmError, match="3 times"):
-        far.images(images)
+        remote.images(images)
 
 
 def test_requests_keep_to_the_limits():
@@ -357,15 +367,15 @@ def test_requests_keep_to_the_limits():
     for limits, batches in (({"limit_images": 2}, [2, 2, 1]), ({"limit_bytes": 2 * size}, None)):
         backbone = Means()
         with serve(backbone, **limits) as running:
-            far = Endpoint(running.url)
-            assert close(far.images(images), direct)
-            assert far.images([]).shape == (0, 3) and far.texts(["a"]) is None
-            assert backbone.seen[1:] == batches if batches else len(backbone.seen) > 2
+            remote = Endpoint(running.url)
+            assert close(remote.images(images), direct)
+            assert remote.images([]).shape == (0, 3) and remote.texts(["a"]) is None
+            assert backbone.batches[1:] == batches if batches else len(backbone.batches) > 2
     with serve(Means(), limit_bytes=999) as running, pytest.raises(FedvlmError, match=r"image 0 .*limit_bytes is 999"):
         Endpoint(running.url).images(images)
 
 
-def test_what_a_camera_wrote_stays_here():
+def test_exif_data_is_not_sent():
     exif, stream = Image.Exif(), BytesIO()
     exif[0x010E] = "taken at home"
     solid()[0].save(stream, "JPEG", exif=exif)
@@ -374,8 +384,8 @@ def test_what_a_camera_wrote_stays_here():
 
 def test_many_clients_at_once():
     with serve(Means()) as running, ThreadPoolExecutor(6) as pool:
-        far = Endpoint(running.url)
-        found = list(pool.map(lambda i: far.images([i]), solid() * 4))
+        remote = Endpoint(running.url)
+        found = list(pool.map(lambda i: remote.images([i]), solid() * 4))
     assert close(torch.cat(found), Means().images(solid() * 4))
 
 
@@ -389,9 +399,9 @@ def test_the_token(monkeypatch):
             assert "-one" not in str(caught.value)
         assert ask(running.url, "POST", "/", bytes(3 << 20), Authorization="Bearer wrong")[0] == 401
         monkeypatch.setenv("FEDVLM_TOKEN", "right-one\n")
-        far = Endpoint(running.url)
-        assert close(far.images(solid()), Means().images(solid()))
-        assert "right-one" not in str(vars(far))
+        remote = Endpoint(running.url)
+        assert close(remote.images(solid()), Means().images(solid()))
+        assert "right-one" not in str(vars(remote))
     monkeypatch.setenv("FEDVLM_TOKEN", "secret\nline")
     with pytest.raises(FedvlmError, match="FEDVLM_TOKEN") as caught:
         Endpoint(running.url)
@@ -446,7 +456,7 @@ def test_the_server_refuses_requests(provider):
     assert ask(provider.url, "GET", "/nothing")[0] == 404
     assert ask(provider.url, "POST", "/texts", b"{}")[0] == 404
     assert ask(provider.url, "PUT", "/", b"{}")[0] == 501
-    # a length is judged before a byte is read
+    # the length is checked before any byte of the body is read
     assert ask(provider.url, "POST", "/", None, Content_Length=str(1 << 50))[0] == 413
     assert ask(provider.url, "POST", "/", None, Content_Length="-1")[0] == 411
 
@@ -457,15 +467,15 @@ def test_the_server_refuses_phrases(clip):
             assert ask(running.url, "POST", "/texts", body)[0] == 400
 
 
-def test_small_files_of_large_images_are_decoded_a_few_at_a_time(monkeypatch):
+def test_images_are_decoded_in_batches_of_limited_size(monkeypatch):
     backbone = Means()
     monkeypatch.setattr(server, "PIXELS", 5000)
     with serve(backbone) as running:
         assert close(Endpoint(running.url).images(solid()), Means().images(solid()))
-    assert backbone.seen[1:] == [2, 1, 1, 1]
+    assert backbone.batches[1:] == [2, 1, 1, 1]
 
 
-def test_a_failing_encoder_tells_clients_nothing(caplog):
+def test_clients_do_not_see_the_message_of_a_failing_encoder(caplog):
     secret = "hunter2"
 
     class Failing(Means):
@@ -480,7 +490,7 @@ def test_a_failing_encoder_tells_clients_nothing(caplog):
     assert "RuntimeError" in caplog.text and "hunter2" not in caplog.text
 
 
-# HTTP: other people's providers
+# HTTP: servers of others
 
 
 @contextmanager
@@ -525,7 +535,7 @@ class Exploit:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (rows([[1, np.nan]]), "not finite"),
         (rows([[0, 0]]), "all zero"),
@@ -539,9 +549,9 @@ class Exploit:
         (b"", "not safetensors"),
     ],
 )
-def test_bad_replies(body, says, tmp_path, monkeypatch):
+def test_bad_replies(body, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with fake((200, BINARY, body, {})) as (url, _), pytest.raises(FedvlmError, match=says) as caught:
+    with fake((200, BINARY, body, {})) as (url, _), pytest.raises(FedvlmError, match=message) as caught:
         Endpoint(url).images(solid()[:1])
     assert url in str(caught.value) and not list(tmp_path.iterdir())
 
@@ -558,9 +568,9 @@ def test_bad_info(key, value):
         Endpoint(url)
 
 
-@pytest.mark.parametrize(("body", "says"), [(b"<html>", "not JSON"), (b"[]", "says name"), (bytes(99999), "larger")])
-def test_info_that_is_none(body, says):
-    with fake(info=body) as (url, _), pytest.raises(FedvlmError, match=says):
+@pytest.mark.parametrize(("body", "message"), [(b"<html>", "not JSON"), (b"[]", "says name"), (bytes(99999), "larger")])
+def test_invalid_info(body, message):
+    with fake(info=body) as (url, _), pytest.raises(FedvlmError, match=message):
         Endpoint(url)
 
 
@@ -568,14 +578,14 @@ GOOD = (200, BINARY, rows([[3, 4]]), {})
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_provider_is_asked_again(status):
+def test_a_busy_provider_is_retried(status):
     busy = (status, "text/plain", b"", {"Retry-After": "0"})
     with fake(busy, busy, GOOD) as (url, asked):
         assert close(Endpoint(url).images(solid()[:1]), torch.tensor([[0.6, 0.8]]))
     assert asked == ["/info", "/", "/", "/"]
 
 
-def test_but_not_for_ever():
+def test_retries_are_limited():
     busy = (503, "application/json", b'{"error": "lunch\\u001b[31m"}', {})
     with fake(*[busy] * 9) as (url, asked), pytest.raises(FedvlmError, match=r"503 \(lunch\[31m\), 3 times"):
         Endpoint(url).images(solid()[:1])
@@ -587,7 +597,7 @@ def test_but_not_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("reply", "says"),
+    ("reply", "message"),
     [
         ((403, "text/html", b"", {}), "403.*FEDVLM_TOKEN"),
         ((413, "application/json", b'{"error": "too big"}', {}), r"413 \(too big\).*smaller"),
@@ -595,13 +605,13 @@ def test_but_not_for_ever():
         ((200, "text/html", b"<html>", {}), "text/html.*encode-server"),
     ],
 )
-def test_refusals_are_not_repeated(reply, says):
-    with fake(reply, GOOD) as (url, asked), pytest.raises(FedvlmError, match=says):
+def test_refused_requests_are_not_retried(reply, message):
+    with fake(reply, GOOD) as (url, asked), pytest.raises(FedvlmError, match=message):
         Endpoint(url).images(solid()[:1])
     assert len(asked) == 2
 
 
-def test_the_token_follows_no_redirect(monkeypatch):
+def test_redirects_are_not_followed(monkeypatch):
     monkeypatch.setenv("FEDVLM_TOKEN", "right-one")
     with fake() as (elsewhere, visits), fake((302, "text/html", b"", {"Location": elsewhere})) as (url, _):
         with pytest.raises(FedvlmError, match=f"302.*{elsewhere}"):
@@ -610,7 +620,7 @@ def test_the_token_follows_no_redirect(monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["http://me:hunter2@host", "https://host/?token=hunter2", "ftp://host", "http://h:p"])
-def test_addresses_that_are_none(url):
+def test_invalid_addresses(url):
     with pytest.raises(FedvlmError) as caught:
         Endpoint(url)
     assert "hunter2" not in str(caught.value)

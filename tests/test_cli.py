@@ -111,8 +111,13 @@ def test_resume_says_when_there_is_nothing_to_do(done, capsys):
         ["ls", "adapters"],
         ["ls", "local"],
         ["ls", "merges"],
+        ["ls", "metrics"],
+        ["ls", "engines"],
+        ["ls", "presets"],
         ["ls", "data"],
         ["show", "fedot"],
+        ["show", "ga", "on=unet"],
+        ["show", "fedot", "--yaml"],
         ["cache"],
     ],
 )
@@ -171,7 +176,7 @@ def encode(images):
     assert main(["run", "fedclip", *words, f"out={tmp_path / 'no'}"]) == 1  # it has no text tower
     (tmp_path / "deep.py").write_text(
         "from dataclasses import dataclass\nfrom typing import ClassVar\nfrom fedvlm.adapters.head import Head as Base\n"
-        "@dataclass(frozen=True)\nclass Deep(Base):\n    reads: ClassVar[str] = 'hidden@6'\n"
+        "@dataclass(frozen=True)\nclass Deep(Base):\n    view: ClassVar[str] = 'hidden@6'\n"
     )
     assert main(["run", "fedavg", f"adapter={tmp_path / 'deep.py'}", *words, f"out={tmp_path / 'no'}"]) == 1
     assert "black box" in (err := capsys.readouterr().err) and "rotation" in err
@@ -210,7 +215,7 @@ def test_errors_say_what_to_do_without_a_traceback(words, says, images, done, tm
 
 
 def test_debug_shows_the_traceback():
-    with pytest.raises(fedvlm.core.FedvlmError):
+    with pytest.raises(fedvlm.FedvlmError):
         main(["run", "fedoot", "--debug"])
 
 

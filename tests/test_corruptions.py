@@ -1,4 +1,4 @@
-"""Corruptions: seeded, the same size and mode, worse with severity, right where a closed form says what right is."""
+"""Corruptions: determined by the seed, same size and mode, stronger with severity, equal to closed forms where there are."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ from fedvlm.data.federation import with_corruptions
 from fedvlm.data.source import EMOJI, decode, digest
 from fedvlm.data.store import corrupted
 
-FIXED = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression"}  # nothing is drawn
-COLOURLESS = {"gaussian_noise", "shot_noise", "impulse_noise", "frost"}  # the others leave grey grey
+FIXED = {
+    "defocus_blur",
+    "zoom_blur",
+    "brightness",
+    "contrast",
+    "pixelate",
+    "jpeg_compression",
+}  # without random numbers
+COLOURED = {"gaussian_noise", "shot_noise", "impulse_noise", "frost"}  # they colour a grey image; the others do not
 
 
 def array(image: Image.Image) -> np.ndarray:
@@ -30,7 +37,7 @@ def array(image: Image.Image) -> np.ndarray:
 
 
 def scene(width: int, height: int, seed: int) -> Image.Image:
-    """Coloured clouds, coarse and fine, as in a photograph."""
+    """Smooth coloured noise at several scales, as in a photograph."""
     draw = np.random.default_rng(seed)
     total = np.full((height, width, 3), 115.0)
     for cells in (2, 4, 8, 16, 32):
@@ -46,13 +53,13 @@ def pictures(side: int) -> list[Image.Image]:
     return [*drawn, *(scene(side, side, seed) for seed in range(4))]
 
 
-def test_the_fifteen():
+def test_there_are_fifteen():
     assert len(KINDS) == len(set(KINDS)) == 15
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (2, 3), (32, 32), (17, 90), (120, 31)], ids=str)
-def test_any_size_keeps_size_and_mode_and_says_nothing(kind, size, recwarn):
+def test_any_image_keeps_its_size_and_mode_without_warnings(kind, size, recwarn):
     image = scene(*size, seed=1)
     with np.errstate(divide="raise", invalid="raise", over="raise"):
         for severity in range(1, 6):
@@ -62,24 +69,24 @@ def test_any_size_keeps_size_and_mode_and_says_nothing(kind, size, recwarn):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_grey_black_and_white_pictures_stay_in_range(kind):
-    """A constant picture has no contrast, no largest channel or no room above it."""
+def test_constant_images_stay_in_range(kind):
+    """They have no contrast, and no largest channel (black) or one that cannot increase (white)."""
     for level in (0, 128, 255):
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             found = array(corrupt(Image.new("RGB", (40, 30), (level,) * 3), kind, 3, seed=0))
-        if kind not in COLOURLESS:
+        if kind not in COLOURED:
             assert np.ptp(found, axis=-1).max() <= 1.5 / 255
         if kind.endswith("blur") or kind in {"contrast", "pixelate", "elastic_transform", "jpeg_compression"}:
             assert np.abs(found - level / 255).max() <= 2.5 / 255
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_seed_decides_and_nothing_else(kind):
+def test_the_result_depends_on_the_seed_only(kind):
     image = scene(48, 40, seed=2)
     kept = image.tobytes()
 
-    def made(world: int, seed: int) -> bytes:
-        random.seed(world), np.random.seed(world), torch.manual_seed(world)  # noqa: NPY002
+    def made(state: int, seed: int) -> bytes:
+        random.seed(state), np.random.seed(state), torch.manual_seed(state)  # noqa: NPY002
         before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
         found = corrupt(image, kind, 3, seed).tobytes()
         assert random.getstate() == before[0]
@@ -105,8 +112,8 @@ def test_more_severe_is_farther_from_the_original(kind, side):
 
 
 @pytest.mark.parametrize("kind", ["defocus_blur", "zoom_blur", "glass_blur", "motion_blur", "pixelate"])
-def test_a_large_picture_is_damaged_as_much_as_a_small_one(kind):
-    """Shrunk again, an enlarged picture looks as if it had been damaged at 224: lengths are scaled."""
+def test_lengths_are_scaled_with_the_image(kind):
+    """An enlarged image, corrupted and shrunk again, differs from the original as much as one corrupted at 224 pixels."""
     small = scene(224, 224, seed=4)
     large = small.resize((672, 672), Image.Resampling.BICUBIC)
     seen = array(corrupt(large, kind, 5, seed=1).resize((224, 224), Image.Resampling.BOX))
@@ -114,7 +121,7 @@ def test_a_large_picture_is_damaged_as_much_as_a_small_one(kind):
     assert 0.6 < np.square(seen - array(small)).mean() / damage < 1.4
 
 
-def test_noise_has_the_strength_it_is_given():
+def test_noise_has_the_given_strength():
     grey = Image.new("RGB", (200, 200), (102, 102, 102))  # 0.4
     assert array(corrupt(grey, "gaussian_noise", 1, 0)).std() == pytest.approx(0.08, rel=0.02)
     assert array(corrupt(grey, "shot_noise", 1, 0)).std() == pytest.approx((0.4 / 60) ** 0.5, rel=0.02)
@@ -123,7 +130,7 @@ def test_noise_has_the_strength_it_is_given():
     assert np.unique(hit).size == 3
 
 
-def test_contrast_and_brightness_by_their_equations():
+def test_contrast_and_brightness_equal_their_equations():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
     x = array(image)
     mean = x.mean((0, 1))
@@ -141,7 +148,7 @@ def test_pixelate_leaves_blocks():
     assert (blocks == blocks[:, :1, :, :1]).all() and np.ptp(found) > 0.1
 
 
-def test_jpeg_is_pillows():
+def test_jpeg_is_that_of_pillow():
     image, file = scene(40, 40, seed=6), io.BytesIO()
     image.save(file, "JPEG", quality=7)
     assert corrupt(image, "jpeg_compression", 5, 0).tobytes() == Image.open(file).convert("RGB").tobytes()
@@ -156,7 +163,7 @@ def test_blurs_smooth_and_keep_the_mean():
         assert np.abs(found.mean((0, 1)) - x.mean((0, 1))).max() < 0.03
 
 
-def test_convolution_is_the_sum_it_stands_for():
+def test_convolution_equals_the_direct_sum():
     draw = np.random.default_rng(8)
     x, kernel = draw.random((9, 7, 3)), draw.random((5, 5))
     wide = np.pad(x, ((2, 2), (2, 2), (0, 0)), "symmetric")
@@ -164,7 +171,7 @@ def test_convolution_is_the_sum_it_stands_for():
     np.testing.assert_allclose(_convolve(x, kernel), brute, atol=1e-12)
 
 
-def test_a_kernel_stands_where_its_points_are():
+def test_a_kernel_has_the_weight_and_mean_of_its_points():
     kernel = _kernel(np.array([0.25, -1.5]), np.array([0.0, 2.0]), np.array([1.0, 3.0]))
     half = len(kernel) // 2
     rows, columns = np.indices(kernel.shape) - half
@@ -172,7 +179,7 @@ def test_a_kernel_stands_where_its_points_are():
     assert [(rows * kernel).sum(), (columns * kernel).sum()] == pytest.approx([(0.25 - 4.5) / 4, 1.5])
 
 
-def test_sampling_reads_where_it_is_told():
+def test_sampling_reads_at_the_shifted_positions():
     x = np.random.default_rng(9).random((6, 5, 3)).astype(np.float32)
     shift = np.zeros((2, 6, 5))
     np.testing.assert_array_equal(_sample(x, shift), x)
@@ -189,7 +196,7 @@ def test_frost_is_thickest_at_the_border_and_snow_covers_more_and_more():
     assert (np.diff(white) > 0).all() and 0.1 < white[0] < white[-1] < 0.6
 
 
-def test_what_there_is_not_is_told():
+def test_unknown_corruptions_are_errors():
     image = Image.new("RGB", (4, 4))
     with pytest.raises(FedvlmError, match="did you mean defocus_blur"):
         corrupt(image, "defocusblur", 1, 0)
@@ -202,8 +209,8 @@ def test_what_there_is_not_is_told():
 
 
 @pytest.mark.parametrize("engine", ["serial", "loopback"])
-def test_a_run_says_how_it_fares_under_corruptions(engine, images, tmp_path):
-    """Against the shared model on each version of each test image, made and encoded here; own models beside."""
+def test_a_run_records_the_accuracy_on_corrupted_images(engine, images, tmp_path):
+    """Compared with the shared model on every corrupted version of every test image, computed here."""
     given = {"data": str(images), "corrupt": 2, "rounds": 1, "unseen": "noto", "engine": engine}
     setup = resolve("fedot", given)
     pool = train.load_pool(setup)
@@ -219,8 +226,8 @@ def test_a_run_says_how_it_fares_under_corruptions(engine, images, tmp_path):
             for k in federation.items[low:high]:
                 item = pool.source.items[k]
                 data = (images / item.path).read_bytes()
-                bent = [corrupted(digest(data), v)[1](decode(data)) for v in range(2)]
-                guess = method.model.logits(params, model.images(bent)[None])[0].argmax(-1)
+                versions = [corrupted(digest(data), v)[1](decode(data)) for v in range(2)]
+                guess = method.model.logits(params, model.images(versions)[None])[0].argmax(-1)
                 right += (guess == pool.task.classes.index(item.label)).tolist()
             shares.append(np.mean(right))
         assert last[view]["corrupted"] == pytest.approx(np.mean(shares), abs=1e-6)

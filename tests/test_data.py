@@ -16,17 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import numbered
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Task
-from fedvlm.core import SPLITS, FedvlmError
+from fedvlm.config import Layout
+from fedvlm.core import SPLITS
 from fedvlm.data import partition, source
-from fedvlm.data.federation import Federation, Layout, Pool, federate, pool, table
-from fedvlm.data.source import ALONE, Item, Source, decode, open_source
+from fedvlm.data.federation import Federation, federate, table
+from fedvlm.data.pool import Pool, image_pool
+from fedvlm.data.source import NO_DOMAIN, Item, decode, open_source
+from fedvlm.errors import FedvlmError
 
 SHARES = (60, 20, 20)
 seeds = st.integers(0, 2**32)
@@ -73,13 +76,6 @@ def encoded(kind: str = "PNG", image: Image.Image | None = None, **options) -> b
     return out.getvalue()
 
 
-def numbered(items: Sequence[Item]) -> Pool:
-    """A pool whose every row says which item it is."""
-    held = Source("numbered", Path("nowhere"), tuple(items))
-    x = torch.arange(len(items), dtype=torch.float32)[:, None]
-    return Pool(held, x, Task(tuple(held.classes), None, 1, 1.0), "f", "none")
-
-
 def rows_of(federation: Federation, client: int, part: str) -> list[int]:
     """Which items a client holds in a split, by what the pool's rows say."""
     at = SPLITS.index(part)
@@ -95,7 +91,7 @@ def emoji() -> Pool:
 @pytest.fixture(scope="module")
 def plain() -> Pool:
     """No domains: 6 classes of 40."""
-    return numbered([Item(f"{c}/{i}.png", ALONE, c, "") for c in "abcdef" for i in range(40)])
+    return numbered([Item(f"{c}/{i}.png", NO_DOMAIN, c, "") for c in "abcdef" for i in range(40)])
 
 
 # Splits
@@ -470,7 +466,7 @@ def test_who_has_nothing_does_not_train(plain):
     has = federation.data.counts("train") > 0
     assert 0 < has.sum() < 500
     assert federation.seen.tolist() == np.flatnonzero(has).tolist()
-    few = numbered([Item("a/0", ALONE, "a", ""), Item("b/0", ALONE, "b", "")])
+    few = numbered([Item("a/0", NO_DOMAIN, "a", ""), Item("b/0", NO_DOMAIN, "b", "")])
     assert len(federate(few, Layout("iid", clients=9), 0).seen) == 2
 
 
@@ -478,9 +474,9 @@ def test_a_table_counts_what_trains(emoji):
     federation = federate(emoji, Layout("domain", shots=2, unseen=("noto",)), 50)
     for k, row in enumerate(table(federation)):
         counted = Counter(emoji.source.items[i].label for i in rows_of(federation, k, "train"))
-        assert row["client"] == federation.names[k] and row["unseen"] == (row["client"] == "noto")
-        assert row["classes"] == [counted[c] for c in federation.task.classes] == [2] * 24
-        assert [row[s] for s in SPLITS] == [len(rows_of(federation, k, s)) for s in SPLITS]
+        assert row.client == federation.names[k] and row.unseen == (row.client == "noto")
+        assert row.classes == [counted[c] for c in federation.task.classes] == [2] * 24
+        assert [row.splits[s] for s in SPLITS] == [len(rows_of(federation, k, s)) for s in SPLITS]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=described)
@@ -512,8 +508,8 @@ def test_domains_classes_and_images(tmp_path):
 
 def test_classes_and_images(tmp_path):
     found = open_source(str(grow(tmp_path / "pets", cat=4, dog=2)))
-    assert found.domains == [ALONE] and found.classes == ["cat", "dog"] and len(found.items) == 6
-    whole = pool(found, Colours(), "a photo of a {}.")
+    assert found.domains == [NO_DOMAIN] and found.classes == ["cat", "dog"] and len(found.items) == 6
+    whole = image_pool(found, Colours(), "a photo of a {}.")
     assert len(federate(whole, Layout(clients=2), 0).items) == 6
 
 
@@ -528,7 +524,7 @@ def test_a_zip_is_a_folder(tmp_path):
     folder, packed = open_source(str(root)), open_source(str(tmp_path / "pets.zip"))
     assert packed.items == folder.items and packed.name == "pets"
     assert list(packed.read()) == list(folder.read())
-    assert torch.equal(pool(packed, Colours(), "{}").x, pool(folder, Colours(), "{}").x)
+    assert torch.equal(image_pool(packed, Colours(), "{}").x, image_pool(folder, Colours(), "{}").x)
 
 
 def test_other_files_and_hidden_ones_are_passed_over(tmp_path):
@@ -606,16 +602,16 @@ BROKEN = {
 def test_a_broken_image_is_named_or_refused(tmp_path, name):
     root = grow(tmp_path / "pets", cat=3, dog=3)
     (root / "cat" / name).write_bytes(BROKEN[name])
-    found = pool(open_source(str(root)), Colours(), "{}")
+    found = image_pool(open_source(str(root)), Colours(), "{}")
     assert list(found.skipped) == [f"cat/{name}"] and "read" in found.skipped[f"cat/{name}"]
     assert len(found.x) == len(found.source.items) == 6 and found.x.isfinite().all()
     assert f"cat/{name}" not in {i.path for i in found.source.items}
     held = federate(found, Layout("iid", clients=2), 0)
     assert sorted(held.items.tolist()) == list(range(6))
-    whole = pool(open_source(str(grow(tmp_path / "whole" / "pets", cat=3, dog=3))), Colours(), "{}")
+    whole = image_pool(open_source(str(grow(tmp_path / "whole" / "pets", cat=3, dog=3))), Colours(), "{}")
     assert found.fingerprint == whole.fingerprint and torch.equal(found.x, whole.x)
     with pytest.raises(FedvlmError, match=rf"cat/{re.escape(name)}: .*broken=skip"):
-        pool(open_source(str(root)), Colours(), "{}", broken="refuse")
+        image_pool(open_source(str(root)), Colours(), "{}", broken="refuse")
 
 
 def test_every_broken_file_is_named_twins_too(tmp_path):
@@ -623,7 +619,7 @@ def test_every_broken_file_is_named_twins_too(tmp_path):
     for name, data in BROKEN.items():
         (root / "cat" / name).write_bytes(data)
         (root / "dog" / name).write_bytes(data)
-    found = pool(open_source(str(root)), Colours(), "{}")
+    found = image_pool(open_source(str(root)), Colours(), "{}")
     assert set(found.skipped) == {f"{c}/{name}" for c in ("cat", "dog") for name in BROKEN}
     assert len(found.x) == 6
 
@@ -632,18 +628,18 @@ def test_an_image_too_large_is_refused_unseen(tmp_path, monkeypatch):
     root = grow(tmp_path / "pets", cat=3, dog=3)
     Image.new("RGB", (30, 20)).save(root / "cat" / "huge.png")
     monkeypatch.setattr(source, "PIXELS", 599)
-    found = pool(open_source(str(root)), Colours(), "{}")
+    found = image_pool(open_source(str(root)), Colours(), "{}")
     assert found.skipped == {"cat/huge.png": "30×20 pixels, more than 599"}
     with pytest.raises(FedvlmError, match=r"cat/huge.png: 30×20 pixels, more than 599; .*broken=skip"):
-        pool(open_source(str(root)), Colours(), "{}", broken="refuse")
+        image_pool(open_source(str(root)), Colours(), "{}", broken="refuse")
     monkeypatch.setattr(source, "PIXELS", 600)
-    assert pool(open_source(str(root)), Colours(), "{}").skipped == {}
+    assert image_pool(open_source(str(root)), Colours(), "{}").skipped == {}
 
 
 def test_what_cannot_be_read_at_all_is_named_too(tmp_path):
     root = grow(tmp_path / "pets", cat=3, dog=3)
     (root / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-    found = pool(open_source(str(root)), Colours(), "{}")
+    found = image_pool(open_source(str(root)), Colours(), "{}")
     assert list(found.skipped) == ["cat/gone.png"] and len(found.x) == 6
 
 
@@ -655,10 +651,10 @@ def test_a_damaged_member_of_a_zip_is_named(tmp_path):
     data = bytearray((tmp_path / "pets.zip").read_bytes())
     data[at] ^= 0xFF
     (tmp_path / "pets.zip").write_bytes(data)
-    found = pool(open_source(str(tmp_path / "pets.zip")), Colours(), "{}")
+    found = image_pool(open_source(str(tmp_path / "pets.zip")), Colours(), "{}")
     assert list(found.skipped) == ["cat/1.png"] and len(found.x) == 3
     with pytest.raises(FedvlmError, match=r"cat/1.png: .*broken=skip"):
-        pool(open_source(str(tmp_path / "pets.zip")), Colours(), "{}", broken="refuse")
+        image_pool(open_source(str(tmp_path / "pets.zip")), Colours(), "{}", broken="refuse")
 
 
 def test_nothing_readable_and_one_class_readable_are_said(tmp_path):
@@ -666,18 +662,18 @@ def test_nothing_readable_and_one_class_readable_are_said(tmp_path):
     for k in range(2):
         (root / "dog" / f"{k}.png").write_bytes(b"broken")
     with pytest.raises(FedvlmError, match=r"only one class .*\(cat\): 2 images cannot be read, such as dog/0.png"):
-        pool(open_source(str(root)), Colours(), "{}")
+        image_pool(open_source(str(root)), Colours(), "{}")
     for k in range(2):
         (root / "cat" / f"{k}.png").write_bytes(b"broken")
     with pytest.raises(FedvlmError, match=r"none of its images can be read"):
-        pool(open_source(str(root)), Colours(), "{}")
+        image_pool(open_source(str(root)), Colours(), "{}")
 
 
 def test_twins_in_two_domains_are_encoded_once(tmp_path):
     root = grow(tmp_path / "pets", art__cat=3, art__dog=3, photo__cat=0)
     (root / "photo" / "cat" / "copy.png").write_bytes((root / "art" / "cat" / "1.png").read_bytes())
     model = Colours()
-    found = pool(open_source(str(root)), model, "{}")
+    found = image_pool(open_source(str(root)), model, "{}")
     assert model.seen == 6 and len(found.x) == 7
     paths = [i.path for i in found.source.items]
     assert torch.equal(found.x[paths.index("photo/cat/copy.png")], found.x[paths.index("art/cat/1.png")])
@@ -686,20 +682,20 @@ def test_twins_in_two_domains_are_encoded_once(tmp_path):
 def test_a_pool_says_what_the_model_was_told(tmp_path):
     root = grow(tmp_path / "pets", Polar_Bear=2, cat=2)
     model = Colours()
-    found = pool(open_source(str(root)), model, "a photo of a {}.")
+    found = image_pool(open_source(str(root)), model, "a photo of a {}.")
     assert model.phrases == ["a photo of a polar bear.", "a photo of a cat."]
     assert found.task.classes == ("Polar_Bear", "cat") and found.task.text is None
     assert found.backbone == "colours@0123456789abcdef"
-    pool(open_source(str(root)), model, "a {odd} {} of {}")
+    image_pool(open_source(str(root)), model, "a {odd} {} of {}")
     assert model.phrases[1] == "a {odd} cat of cat"
     with pytest.raises(FedvlmError, match=r"template='a photo' must hold \{\}"):
-        pool(open_source(str(root)), model, "a photo")
+        image_pool(open_source(str(root)), model, "a photo")
 
 
 def test_a_pool_and_a_federation_leave_the_global_states_alone(tmp_path):
     root = grow(tmp_path / "pets", cat=5, dog=5)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
-    federate(pool(open_source(str(root)), Colours(), "{}"), Layout(clients=2), 0)
+    federate(image_pool(open_source(str(root)), Colours(), "{}"), Layout(clients=2), 0)
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), before[2])

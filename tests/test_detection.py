@@ -1,4 +1,4 @@
-"""Detection measures against scikit-learn, by hand, and with the two sides swapped."""
+"""Detection measures: compared with scikit-learn, computed by hand, and with the two sides swapped."""
 
 from __future__ import annotations
 
@@ -12,36 +12,40 @@ from safetensors.torch import load_file
 
 from fedvlm import train
 from fedvlm.config import resolve
-from fedvlm.core import FedvlmError
-from fedvlm.evaluate.detection import auroc, energy, fpr_at, max_logit, mcm
+from fedvlm.data.pool import Pools
+from fedvlm.engines.rows import Rows
+from fedvlm.errors import FedvlmError
+from fedvlm.metrics.detection import SCORES, auroc, energy, fpr_at, max_logit, mcm, scores_of
 
-levels = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=30)  # few levels: many ties
+levels = st.lists(
+    st.integers(-3, 3).map(float), min_size=1, max_size=30
+)  # few distinct values, so that there are many ties
 
 
-def both(inside, outside):
+def truth_and_scores(inside, outside):
     return np.r_[np.ones(len(inside)), np.zeros(len(outside))], np.r_[inside, outside]
 
 
 @settings(max_examples=100, deadline=None)
 @given(levels, levels)
-def test_auroc_is_scikit_learns_ties_and_all(inside, outside):
+def test_auroc_equals_scikit_learn_with_ties(inside, outside):
     metrics = pytest.importorskip("sklearn.metrics")
-    assert auroc(inside, outside) == pytest.approx(metrics.roc_auc_score(*both(inside, outside)), abs=1e-9)
+    assert auroc(inside, outside) == pytest.approx(metrics.roc_auc_score(*truth_and_scores(inside, outside)), abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_auroc_is_scikit_learns_on_many_scores(seed):
+def test_auroc_equals_scikit_learn_on_many_scores(seed):
     metrics = pytest.importorskip("sklearn.metrics")
     draw = np.random.default_rng(seed)
     inside, outside = draw.normal(0.5, 1, 3000), draw.normal(0, 1, 4000).round(1)
-    assert auroc(inside, outside) == pytest.approx(metrics.roc_auc_score(*both(inside, outside)), abs=1e-9)
+    assert auroc(inside, outside) == pytest.approx(metrics.roc_auc_score(*truth_and_scores(inside, outside)), abs=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
 @given(levels, levels, st.sampled_from([0.05, 0.07, 0.5, 0.8, 0.95, 1.0]))
-def test_fpr_is_the_first_point_of_scikit_learns_curve(inside, outside, keep):
+def test_fpr_is_the_first_point_of_scikit_learns_curve_that_keeps_enough(inside, outside, keep):
     metrics = pytest.importorskip("sklearn.metrics")
-    fpr, tpr, _ = metrics.roc_curve(*both(inside, outside), drop_intermediate=False)
+    fpr, tpr, _ = metrics.roc_curve(*truth_and_scores(inside, outside), drop_intermediate=False)
     assert fpr_at(inside, outside, keep) == pytest.approx(fpr[np.argmax(tpr >= keep - 1e-9)], abs=1e-12)
 
 
@@ -52,10 +56,12 @@ def test_by_hand():
     assert fpr_at(inside, outside, keep=1.0) == 0.75
     assert fpr_at(inside, outside, keep=0.5) == 0.25  # 11 and more
     assert auroc(inside, outside) == (20 + 18.5 + 10 + 0) / 80
-    assert fpr_at(range(1, 101), [93.5, 94.5], keep=0.07) == 0.5  # seven, though 0.07 × 100 is a little more
+    assert (
+        fpr_at(range(1, 101), [93.5, 94.5], keep=0.07) == 0.5
+    )  # seven, although 0.07 × 100 is slightly more in floating point
 
 
-def test_swapped_sides_change_the_answer():
+def test_swapping_the_sides_changes_the_result():
     inside, outside = [2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 1.5, 4.5]
     assert fpr_at(inside, outside) == 0.25 and fpr_at(outside, inside) == 1.0
     assert auroc(inside, outside) == 0.8125 and auroc(outside, inside) == 0.1875
@@ -68,19 +74,19 @@ def test_ranges_and_directions(inside, outside, one, other):
     assert area is not None and 0 <= area <= 1
     assert area + auroc(outside, inside) == pytest.approx(1)
     assert 0 <= fpr_at(inside, outside, min(one, other)) <= fpr_at(inside, outside, max(one, other)) <= 1
-    assert auroc(np.exp(inside), np.exp(outside)) == area  # only the order counts
+    assert auroc(np.exp(inside), np.exp(outside)) == area  # only the order matters
     assert auroc([x + 10 for x in inside], outside) == 1 and fpr_at([x + 10 for x in inside], outside) == 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 200), st.floats(0.01, 1))
-def test_insiders_are_kept(count, keep):
-    """Measured against themselves, as many insiders are let in as were asked for, and no more than one too many."""
+def test_the_threshold_keeps_the_wanted_share(count, keep):
+    """Measured on the insiders themselves: at least the share `keep`, and at most one insider more."""
     inside = np.random.default_rng(count).permutation(count)
     assert keep - 1e-9 <= fpr_at(inside, inside, keep) < keep + 1 / count
 
 
-def test_nothing_to_compare_is_none_and_nonsense_is_told():
+def test_empty_sides_give_none_and_invalid_values_are_errors():
     assert auroc([], [1.0]) is None and auroc([1.0], []) is None
     assert fpr_at(torch.empty(0), [1.0]) is None and fpr_at([1.0], np.empty(0)) is None
     with pytest.raises(FedvlmError, match="outside: 1 of 2 scores"):
@@ -90,10 +96,10 @@ def test_nothing_to_compare_is_none_and_nonsense_is_told():
     assert auroc([np.inf], [-np.inf]) == 1.0
 
 
-def test_arrays_tensors_and_lists_are_alike():
+def test_arrays_tensors_and_lists_give_the_same():
     inside, outside = np.array([[0.3, 0.9]], np.float32), np.array([0.3, 0.1], np.float32)
-    forms = [(f(inside), f(outside)) for f in (np.asarray, torch.from_numpy, lambda v: v.reshape(-1).tolist())]
-    assert [auroc(*f) for f in forms] == [0.875] * 3
+    convert = (np.asarray, torch.from_numpy, lambda v: v.reshape(-1).tolist())
+    assert [auroc(f(inside), f(outside)) for f in convert] == [0.875] * 3
     assert fpr_at(torch.from_numpy(inside).requires_grad_(), outside) == 0.5
 
 
@@ -105,7 +111,15 @@ def test_scores_by_hand():
     assert energy(logits).tolist() == pytest.approx([np.log(1 + np.exp(2)), 1 + np.log(2)])
 
 
-def test_outsider_prompts_take_probability_but_are_no_class():
+def test_all_scores_of_the_same_logits():
+    logits = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1))
+    found = scores_of(logits)
+    assert list(found) == list(SCORES) == ["mcm", "max-logit", "energy"]
+    for score, own in zip(found.values(), (mcm, max_logit, energy), strict=True):
+        assert torch.equal(score, own(logits)) and score.shape == (3, 4)
+
+
+def test_outsider_prompts_take_part_in_the_softmax_but_are_not_classes():
     logits = torch.tensor([0.0, 1.0, 5.0], dtype=torch.float64)
     assert float(mcm(logits, classes=2)) == pytest.approx(np.e / (1 + np.e + np.exp(5)))
     assert float(mcm(logits)) > 0.9
@@ -118,7 +132,7 @@ def test_scores_stay_finite_at_any_scale():
     assert max_logit(torch.empty(0, 3)).shape == (0,)
 
 
-def test_impossible_scores_are_told():
+def test_invalid_arguments_are_errors():
     for score in (mcm, max_logit, energy):
         with pytest.raises(FedvlmError, match="no class"):
             score(torch.empty(4, 0))
@@ -129,37 +143,38 @@ def test_impossible_scores_are_told():
 
 
 @pytest.fixture
-def strangers(tmp_path):
-    """Images that are no emoji, however they lie; one cannot be read."""
+def outsiders(tmp_path):
+    """Images that are no emoji, in two folders; one cannot be read."""
     draw = np.random.default_rng(5)
     for k in range(12):
-        folder = tmp_path / "strangers" / ("deep/er" if k % 2 else ".")
+        folder = tmp_path / "outsider-images" / ("deep/er" if k % 2 else ".")
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(folder / f"{k}.png")
-    (tmp_path / "strangers" / "torn.png").write_bytes(b"no")
-    return tmp_path / "strangers"
+    (tmp_path / "outsider-images" / "torn.png").write_bytes(b"no")
+    return tmp_path / "outsider-images"
 
 
 @pytest.mark.parametrize("name", ["fedot", "fedclip", "zero-shot"])
-def test_a_run_says_how_well_it_tells_outsiders(name, images, strangers, tmp_path):
-    """Against scikit-learn, from the logits the run wrote down, client by client; in processes as in one."""
+def test_a_run_records_detection(name, images, outsiders, tmp_path):
+    """Compared with scikit-learn on the logits that the run saved, client by client, for all engines."""
     metrics = pytest.importorskip("sklearn.metrics")
-    given = {"data": str(images), "outsiders": str(strangers), "rounds": 2, "unseen": "noto"}
+    given = {"data": str(images), "outsiders": str(outsiders), "rounds": 2, "unseen": "noto"}
     setup = resolve(name, given | {"engine": "serial"})
-    pool = train.load_pool(setup)
-    assert len(pool.outside) == 12 and list(pool.skipped) == ["outsiders/torn.png"]
+    pool = Pools().load(setup)
+    outside = pool.extras["outsiders"].x
+    assert len(outside) == 12 and list(pool.skipped) == ["outsiders/torn.png"]
     run = train.train(setup, pool, tmp_path / "run")
-    last, out = run.info["result"]["last"], load_file(run.folder / "outputs.safetensors")
+    last, out = run.record.finished.last, load_file(run.folder / "outputs.safetensors")
     view = "personal" if "personal.logits" in out else "shared"
     method, federation = train.prepare(setup, pool)
-    engine = train.connect(setup, method, federation, run)
+    rows = Rows(method.newcomer, len(federation.names), run.folder / "rows.bin")
     state, round = run.load()
     each = []
     for i in (i for i in range(3) if i not in federation.unseen):
         mine = out[f"{view}.logits"][out["client"] == i]
-        own = engine.rows.read(np.array([i]), round)
+        own = rows.read(np.array([i]), round)
         params = method.local.personal(own, {k: v[None] for k, v in state.shared.items()})
-        theirs = method.model.logits(params, pool.outside[None])[0]
+        theirs = method.model.logits(params, outside[None])[0]
         scores = torch.cat([mine, theirs]).softmax(-1).amax(-1)
         truth = [1] * len(mine) + [0] * len(theirs)
         each.append(metrics.roc_auc_score(truth, scores.double().numpy()))
@@ -167,14 +182,14 @@ def test_a_run_says_how_well_it_tells_outsiders(name, images, strangers, tmp_pat
     assert last["detection"]["personal"]["auroc"] == last["auroc"] and 0 <= last["fpr95"] <= 1
     assert {"auroc", "fpr95", "energy.auroc", "max-logit.fpr95"} <= set(last["detection"]["newcomer"])
     loop = resolve(name, given | {"engine": "loopback"})
-    again = train.train(loop, train.load_pool(loop), tmp_path / "loop").info["result"]["last"]
+    again = train.train(loop, Pools().load(loop), tmp_path / "loop").record.finished.last
     assert again["detection"] == last["detection"]
     many = resolve(name, given | {"engine": "stacked", "chunk": 3})
-    beside = train.train(many, train.load_pool(many), tmp_path / "many").info["result"]["last"]
+    beside = train.train(many, Pools().load(many), tmp_path / "many").record.finished.last
     for view, found in last["detection"].items():
         assert beside["detection"][view] == pytest.approx(found, abs=0.05)
 
 
-def test_outsiders_that_are_not_there(images, tmp_path):
+def test_a_missing_folder_of_outsiders_is_an_error(images, tmp_path):
     with pytest.raises(FedvlmError, match="no such folder"):
-        train.load_pool(resolve("fedclip", {"data": str(images), "outsiders": str(tmp_path / "none")}))
+        Pools().load(resolve("fedclip", {"data": str(images), "outsiders": str(tmp_path / "none")}))

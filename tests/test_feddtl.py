@@ -30,7 +30,7 @@ from fedvlm.local.two_stage import Sample, TwoStage, draws
 from fedvlm.merge.stages import FINAL, Stages
 from fedvlm.merge.text_server import TOWER, TextServer
 from fedvlm.method import Method
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 ALGORITHMS = ("grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo")
 IMAGE = Lora(rank=2, towers="image", projections=("q", "k", "v", "out"))

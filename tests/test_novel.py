@@ -30,7 +30,7 @@ from fedvlm.method import Method
 from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 from fedvlm.tasks import CLASSES
 
 GIVEN = {"protocol": "base-to-novel", "partition": "disjoint", "clients": 2, "rounds": 3, "lr": 0.05, "seed": 7}

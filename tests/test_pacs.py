@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 PACS = Path(__file__).parent.parent.parent / "shared" / "data" / "pacs"
 CARD = {

@@ -1,25 +1,43 @@
-"""The figure and the page, from run folders written by hand: no training, and every number known."""
+"""Tables, figures and the page, from run folders written by hand, so that every number is known without training."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+import subprocess
 import sys
+import types
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib._pylab_helpers import Gcf
+from matplotlib.figure import Figure
 from PIL import Image
+from rich.console import Console
 
-from fedvlm.core import FedvlmError
+from fedvlm import console, demo
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.records import (
+    BackboneRecord,
+    ClientScores,
+    DataRecord,
+    MethodRecord,
+    PartRecord,
+    Result,
+    RoundRecord,
+    RunRecord,
+    Settings,
+)
 from fedvlm.report import fairness
-from fedvlm.report.figures import LIGHT, figure, gather, spread
+from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
 from fedvlm.report.page import page
-from fedvlm.report.tables import summarise
-from fedvlm.runs import Run
+from fedvlm.report.table import Table
+from fedvlm.report.tables import against, latex, settings, summarise, write_csv
 
 DOMAINS = ("art", "photo", "sketch")
 
@@ -31,48 +49,62 @@ def write(
     seed: int = 1,
     rounds: int = 3,
     shares: bool = True,
-    domains: Any = DOMAINS,
-) -> Run:
-    """A run folder as `train` leaves it; accuracy grows by 5 points a round from (client + seed) / 100."""
-    records = []
+    domains: tuple[str, ...] = DOMAINS,
+    on: str = "",
+    metrics: dict[str, float] | None = None,
+    **more: float,
+) -> RunFolder:
+    """A run folder as `train` writes it; the test accuracy of client j in round k is 0.3 + (10 j + seed + 5 k) / 100.
+
+    metrics: further metrics, by name the mean over clients; all examples together give half of it. more: settings of the
+    local rule."""
+    records: list[RoundRecord] = []
     for k in range(rounds + 1):
-        clients: dict[str, Any] = {}
+        clients: dict[str, ClientScores] = {}
         for j, name in enumerate(domains):
             score = {"test": round(0.3 + (10 * j + seed + 5 * k) / 100, 6)}
             clients[name] = {"shared": score} if shares else {}
             clients[name] |= {"personal": score} if name != unseen else {}
         own = float(np.mean([c["personal"]["test"] for c in clients.values() if "personal" in c]))
         g = clients[unseen]["shared"]["test"] if unseen and shares else None
-        record = {"round": k, "personal": {"test": own}, "clients": clients, "G": g, "P": own, "asked": 2}
-        records.append(record | {"bytes_up": 1500 * (k > 0), "bytes_down": 500 * (k > 0)})
-    config = {
-        "adapter": {"head": {}},
-        "local": {"sgd": {"lr": 0.1}},
-        "merge": {"mean": {}},
-        "rounds": rounds,
-        "seed": seed,
-    }
-    total = {f"bytes_{way}": sum(r[f"bytes_{way}"] for r in records) for way in ("up", "down")}
-    info = {
-        "identity": f"{method}-{unseen}-{seed}-{rounds}",
-        "method": method,
-        "config": config | {"unseen": [unseen] if unseen else [], "split": [60, 20, 20]},
-        "data": {"name": "toy", "fingerprint": "f", "images": 90, "domains": list(domains), "classes": ["a", "b"]},
-        "backbone": {"name": "tiny@1"},
-        "versions": {"fedvlm": "0", "commit": "abc"},
-        "result": {"last": records[-1], "selected": records[-1], "unseen": [unseen] if unseen else [], "seconds": 1.0}
-        | total
-        | {"parameters": {"shared": 4, "private": 0}},
-    }
-    folder = root / info["identity"].replace("/", "_")
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps(info))
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return Run(folder)
+        record: RoundRecord = {"round": k, "personal": {"test": own}, "clients": clients, "G": g, "P": own, "asked": 2}
+        record |= {"bytes_up": 1500 * (k > 0), "bytes_down": 500 * (k > 0)}
+        if metrics:
+            record["metrics"] = {m: {"personal": {"test": v, "test_pooled": v / 2}} for m, v in metrics.items()}
+        records.append(record)
+    config: Settings = {"rounds": rounds, "seed": seed, "unseen": [unseen] if unseen else [], "split": [60, 20, 20]}
+    result = Result(
+        last=records[-1],
+        selected=records[-1],
+        parameters={"shared": 4, "private": 0},
+        bytes_down=sum(r["bytes_down"] for r in records),
+        bytes_up=sum(r["bytes_up"] for r in records),
+        seconds=1.0,
+        unseen=[unseen] if unseen else [],
+    )
+    record = RunRecord(
+        identity="-".join(map(str, [method + on, unseen, seed, rounds, *more.values()])),
+        method=MethodRecord(method, on=on),
+        adapter=PartRecord("head"),
+        local=PartRecord("sgd", {"lr": 0.1, **more}),
+        merge=PartRecord("mean"),
+        config=config,
+        given={},
+        data=DataRecord("toy", "f", "accuracy", 90, list(domains), ["a", "b"]),
+        backbone=BackboneRecord("tiny", "1", 4, 1.0),
+        versions={"fedvlm": "0", "commit": "abc"},
+        clients=list(domains),
+        result=result,
+    )
+    run = RunFolder(root / record.identity.replace("/", "_"))
+    run.write("run.json", record.to_json().encode())
+    for one in records:
+        run.append(one)
+    return run
 
 
-def many(root: Path) -> list[Run]:
-    """Three targets × two seeds; methods of different lengths; one that shares nothing."""
+def many(root: Path) -> list[RunFolder]:
+    """Three targets × two seeds; methods with different numbers of rounds; one that shares nothing."""
     runs = []
     for target in DOMAINS:
         for seed in (1, 2):
@@ -82,10 +114,10 @@ def many(root: Path) -> list[Run]:
 
 
 CASES = {
-    "one run, names that are no formula": lambda root: [write(root, "fedavg", "a$^", domains=("a$^", "$b", "c"))],
+    "one run, names with $": lambda root: [write(root, "fedavg", "a$^", domains=("a$^", "$b", "c"))],
     "frozen only": lambda root: [write(root, "zero-shot", "art", rounds=0)],
     "many": many,
-    "nobody held out": lambda root: [write(root, "zero-shot", rounds=0), write(root, "fedavg")],
+    "no client held out": lambda root: [write(root, "zero-shot", rounds=0), write(root, "fedavg")],
     "nothing shared": lambda root: [write(root, "local-only", d, shares=False) for d in DOMAINS],
     "nine methods": lambda root: [write(root, f"method-{k}-of-a-long-name", "art", k) for k in range(9)],
 }
@@ -99,8 +131,8 @@ def test_figure(case: str, tmp_path: Path) -> None:
         width, height = image.size
         pixels = np.asarray(image.convert("RGB"), int)
     assert width >= 800 and height >= 900
-    assert (pixels.min(2) < 120).sum() > 2000  # axes and words
-    assert case == "frozen only" or (np.ptp(pixels, axis=2) > 60).sum() > 200  # marks in a method's colour
+    assert (pixels.min(2) < 120).sum() > 2000  # axes and text
+    assert case == "frozen only" or (np.ptp(pixels, axis=2) > 60).sum() > 200  # markers in a method's colour
     assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
 
 
@@ -113,17 +145,17 @@ def test_fairness_figure(case: str, tmp_path: Path) -> None:
     assert case == "frozen only" or (np.ptp(pixels, axis=2) > 60).sum() > 200
 
 
-def test_clients_are_sorted_from_worst_to_best(tmp_path: Path) -> None:
-    """Ranks of one run by hand: the clients that trained, own models, held-out ones left out."""
+def test_clients_are_ranked_from_worst_to_best(tmp_path: Path) -> None:
+    """Compared with the personal models of one run, without the held-out client."""
     (line,) = gather([write(tmp_path, "fedavg", "art")], LIGHT)
-    last = line.infos[0]["result"]["last"]["clients"]
+    last = line.records[0].finished.last["clients"]
     own = sorted(100 * v["personal"]["test"] for n, v in last.items() if n != "art")
-    curve = fairness.served(line)
+    curve = fairness.ranked_scores(line)
     assert curve is not None and curve[0] == pytest.approx(own[0]) and curve[-1] == pytest.approx(own[-1])
     assert (np.diff(curve) >= 0).all()
 
 
-def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
+def test_figure_and_table_agree(tmp_path: Path) -> None:
     runs = many(tmp_path)
     rows = {v["method"]: v for v in summarise(runs).values}
     for line in gather(runs, LIGHT):
@@ -136,10 +168,10 @@ def test_figure_and_table_say_the_same(tmp_path: Path) -> None:
     assert fedot.last("G")[1] == pytest.approx(0.5)  # seeds 1 point apart: s.d. 1/√2, s.e. 1/2
 
 
-def test_labels_keep_apart_and_near() -> None:
-    assert spread([5.0, 1.0], 1.0, 0, 10) == [5.0, 1.0]
-    assert spread([5.0, 5.0, 5.0], 2.0, 0, 10) == [3.0, 5.0, 7.0]
-    assert spread([9.9, 9.8], 1.0, 0, 10) == [10.0, 9.0]
+def test_labels_do_not_overlap_and_stay_near() -> None:
+    assert spaced([5.0, 1.0], 1.0, 0, 10) == [5.0, 1.0]
+    assert spaced([5.0, 5.0, 5.0], 2.0, 0, 10) == [3.0, 5.0, 7.0]
+    assert spaced([9.9, 9.8], 1.0, 0, 10) == [10.0, 9.0]
 
 
 def test_page(tmp_path: Path) -> None:
@@ -150,17 +182,17 @@ def test_page(tmp_path: Path) -> None:
     assert not re.search(r"<script|<link|@import|url\(", html)
     cells = re.findall(r'<td style="--h:([\d.]+)" class="([^"]*)">([^<]*)</td>', html)
     assert len(cells) == 4 * 9
-    framed = [text for _, kind, text in cells if "held" in kind]
-    assert framed == ["31.5", "41.5", "51.5", "46.5", "56.5", "66.5", "66.5", "76.5", "86.5", "–", "–", "–"]
-    assert "1.5 kB" in html and "4.5 kB" in html  # fedavg: up a round, and in all
+    held_out = [text for _, style, text in cells if "held" in style]
+    assert held_out == ["31.5", "41.5", "51.5", "46.5", "56.5", "66.5", "66.5", "76.5", "86.5", "–", "–", "–"]
+    assert "1.5 kB" in html and "4.5 kB" in html  # fedavg: up per round, and in total
     local = next(row for row in re.findall(r"<tr>.*?</tr>", html) if ">local-only<" in row)
     assert "<td>–</td>" in local
 
 
-def test_page_escapes_what_others_wrote_and_names_what_is_not_finished(tmp_path: Path) -> None:
+def test_page_escapes_names_and_lists_unfinished_runs(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>"
     runs = [write(tmp_path, "fedavg", evil, domains=(evil, 'b" onload="x', "c")), write(tmp_path, "fedot", "art")]
-    runs[1].write("run.json", json.dumps({k: v for k, v in runs[1].info.items() if k != "result"}).encode())
+    runs[1].write("run.json", replace(runs[1].record, result=None).to_json().encode())
     page(runs, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     assert "<script" not in html and "&lt;script&gt;" in html and 'b" onload' not in html
@@ -171,3 +203,208 @@ def test_page_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(FedvlmError, match=r'pip install "fedvlm\[report\]"'):
         page([write(tmp_path, "fedavg", "art")], tmp_path / "page.html")
+
+
+def test_methods_on_presets_have_rows_of_their_own(tmp_path: Path) -> None:
+    runs = [write(tmp_path, "ga", "art"), write(tmp_path, "ga", "art", on="unet")]
+    assert [v["method"] for v in summarise(runs).values] == ["ga", "ga on=unet"]
+    page(runs, tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text().count(">ga on=unet</td>") >= 2
+
+
+def test_runs_with_different_settings_are_separate_rows(tmp_path: Path) -> None:
+    runs = [write(tmp_path, "fedavg", "art", seed, lr=lr) for lr in (0.1, 0.5) for seed in (1, 2)]
+    table = summarise(runs)
+    assert [(v["method"], v["runs"]) for v in table.values] == [("fedavg lr=0.1", 2), ("fedavg lr=0.5", 2)]
+    assert [v["runs"] for v in summarise(runs[:2], apart=False).values] == [2]
+    (one,) = summarise([runs[0], runs[2]], apart=False).values
+    assert one["method"] == "fedavg" and one["runs"] == 2
+
+
+def test_settings_of_the_same_name_in_two_parts_are_both_compared(tmp_path: Path) -> None:
+    record = write(tmp_path, "fedavg", "art").record
+    both = replace(record, merge=PartRecord("own.py", {"lr": 0.7}))
+    assert settings(both)["lr"] == 0.1 and settings(both)["merge.lr"] == 0.7
+    assert (
+        settings(both)["data"] == "f" and settings(both)["backbone"] == "tiny@1" and settings(both)["merge"] == "own.py"
+    )
+
+
+def test_published_numbers_come_from_the_record(tmp_path: Path) -> None:
+    runs = [write(tmp_path, "fedavg", "art"), write(tmp_path, "fedot", "art")]
+    assert not any("paper" in c for c in summarise(runs).columns)
+    numbers = {"G": 90.5, "P": 91, "hm": 3.0, "source": "Someone 2025, Table 1"}
+    runs[1].write("run.json", replace(runs[1].record, published=numbers).to_json().encode())
+    table = summarise(runs)
+    assert table.rows[1]["paper G/P/C"] == "90.50 / 91.00 / –" and "paper G/P/C" not in table.rows[0]
+    assert table.values[1]["paper_G"] == 90.5 and "paper_hm" not in table.values[1]
+    assert table.notes[-1].endswith("are no target: Someone 2025, Table 1")
+    write_csv(table, tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["paper_G"], second["paper_G"], second.get("paper_C", "")) == ("", "90.5", "")
+
+
+def test_further_metrics_are_columns(tmp_path: Path) -> None:
+    """After all others; in CSV also of all examples together. A run that lacks a metric has no mean."""
+    recorded = {"ece": 0.125, "seconds": 0.5}  # a name that the table already has
+    runs = [write(tmp_path, "fedavg", "art", 1, metrics=recorded), write(tmp_path, "fedot", "art", 1)]
+    runs.append(write(tmp_path, "fedavg", "art", 2, metrics={"ece": 0.375}))
+    table = summarise(runs)
+    assert table.columns[-3:] == ["seconds", "ece", "metrics.seconds"]
+    assert [(r["ece"], r["metrics.seconds"], r["seconds"]) for r in table.rows] == [
+        ("25.00", "–", "1"),
+        ("–", "–", "1"),
+    ]
+    assert table.values[0]["ece"] == 25 and table.values[0]["ece_pooled"] == 12.5 and table.values[1]["ece"] is None
+    assert any(n.startswith("ece, metrics.seconds: personal models") for n in table.notes)
+    write_csv(table, tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["ece"], first["ece_pooled"], second["ece"], second["ece_pooled"]) == ("25.0", "12.5", "", "")
+    assert list(first)[-4:] == ["ece", "ece_pooled", "metrics.seconds", "metrics.seconds_pooled"]
+    page(runs, tmp_path / "page.html")
+    assert "<th>ece</th>" in (tmp_path / "page.html").read_text()
+
+
+def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
+    table = summarise([write(tmp_path, "fedavg", "art")])
+    assert table.columns == ["method", "G", "P", "C", "MB up/round", "shared", "private", "seconds"]
+    assert len(table.notes) == 3 and not any("pooled" in k for k in table.values[0])
+    write_csv(table, tmp_path / "t.csv")
+    names = "method,G,P,C,G_std,P_std,C_std,seeds,runs,up_mb,down_mb,shared,private,seconds,worst,best,gap_variance"
+    head, row = (tmp_path / "t.csv").read_text().splitlines()
+    assert head == names and row.split(",")[-10:] == ["1", "1", "0.0015", "0.0005", "4", "0", "1.0", "", "", ""]
+
+
+def test_methods_are_compared_with_the_frozen_model(tmp_path: Path) -> None:
+    table = summarise(many(tmp_path))
+    assert against(table) == [
+        "fedavg beats zero-shot by more than two standard errors (C +15.0 ± 0.0, 2 seeds)",
+        "fedot beats zero-shot by more than two standard errors (C +35.0 ± 0.0, 2 seeds)",
+    ]
+    assert against(summarise([write(tmp_path / "one", "fedavg", "art")])) == []
+    assert r"fedot & \textbf{76.50 $\pm$ 0.71} &" in latex(table)
+
+
+def test_runs_of_the_first_format_give_the_same_table(tmp_path: Path) -> None:
+    """run.json as fedvlm 0.1 wrote it, for a table and a page."""
+    run = write(tmp_path, "fedavg", "art")
+    record, old = run.record, RunFolder(tmp_path / "old")
+    raw = json.loads(record.to_json())
+    config = raw["config"] | {"adapter": {"head": {}}, "local": {"sgd": {"lr": 0.1}}, "merge": {"mean": {}}}
+    kept = {k: raw[k] for k in ("identity", "given", "versions", "started", "clients", "homes", "result")}
+    data = {k: v for k, v in raw["data"].items() if k not in ("metric", "novel", "nouns", "skipped")}
+    backbone = {"name": "tiny@1", "dim": 4, "scale": 1.0}
+    info = kept | {"method": "fedavg", "config": config | {"method": "fedavg"}, "data": data, "backbone": backbone}
+    old.write("run.json", json.dumps(info).encode())
+    old.write("rounds.jsonl", (run.folder / "rounds.jsonl").read_bytes())
+    assert old.record.legacy and summarise([old]) == summarise([run])
+    assert gather([old], LIGHT)[0].rounds == [0, 1, 2, 3]
+
+
+EXAMPLE = Table(
+    ["method", "G", "settings"],
+    [{"method": "a<b", "G": "9.00 ± 1.00", "settings": "x"}, {"method": "fedot", "G": "–"}],
+    ["C & D: <all>"],
+    [{"method": "a<b", "G": 9.0, "G_std": 1}, {"method": "fedot", "G": None, "G_std": None}],
+)
+
+
+def test_a_table_as_text() -> None:
+    """Numbers are aligned to the right, text to the left; no spaces at the end of a line."""
+    assert str(EXAMPLE).splitlines() == [
+        "method            G  settings",
+        "a<b     9.00 ± 1.00  x",
+        "fedot             –",
+        "C & D: <all>",
+    ]
+    assert str(Table(["a"], [])) == "a"
+
+
+def test_a_table_as_html_is_escaped() -> None:
+    html = EXAMPLE._repr_html_()
+    cells = re.findall(r'<t[hd] style="text-align: (\w+)">([^<]*)</t[hd]>', html)
+    assert cells[:3] == [("left", "method"), ("right", "G"), ("left", "settings")]
+    assert cells[3:] == [
+        ("left", "a&lt;b"), ("right", "9.00 ± 1.00"), ("left", "x"), ("left", "fedot"), ("right", "–"), ("left", ""),
+    ]  # fmt: skip
+    assert "C &amp; D: &lt;all&gt;" in html and html.count("<tr>") == 3 and "<all>" not in html
+
+
+def test_a_table_as_a_data_frame() -> None:
+    pytest.importorskip("pandas")
+    frame = EXAMPLE.to_pandas()
+    assert list(frame.index) == ["a<b", "fedot"] and list(frame.columns) == ["G", "G_std"]
+    assert frame.loc["a<b", "G"] == 9 and np.isnan(frame.loc["fedot", "G"]) and frame["G"].dtype == float
+    assert Table(["a", "b"], []).to_pandas().empty
+
+
+def test_a_data_frame_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(FedvlmError, match="pip install pandas"):
+        EXAMPLE.to_pandas()
+
+
+@pytest.mark.parametrize("draw", [drawn, fairness.drawn])
+def test_a_figure_is_an_object_without_global_state(draw, tmp_path: Path) -> None:
+    """Drawn later, outside matplotlib's settings of the theme, it looks the same."""
+    runs, before = CASES["one run, names with $"](tmp_path / "runs"), dict(matplotlib.rcParams)
+    made = draw(runs, DARK)
+    assert isinstance(made, Figure) and not list(tmp_path.glob("*.png"))
+    assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
+    made.savefig(tmp_path / "later.png", dpi=200)
+    {drawn: figure, fairness.drawn: fairness.figure}[draw](runs, tmp_path / "at once.png", DARK)
+    with Image.open(tmp_path / "later.png") as one, Image.open(tmp_path / "at once.png") as other:
+        assert one.size == other.size
+        assert np.abs(np.asarray(one.convert("RGB"), int) - np.asarray(other.convert("RGB"), int)).max() == 0
+    assert made._repr_png_().startswith(b"\x89PNG")
+
+
+def test_figures_do_not_import_pyplot() -> None:
+    code = "import sys, fedvlm.report.figures, fedvlm.report.fairness; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_console_imports_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "matplotlib", "PIL", "transformers")
+    code = f"import sys, fedvlm.console, fedvlm.demo; assert not set({heavy}) & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(demo.METHODS) == {"zero-shot", "fedavg", "fedclip", "fedot"} and demo.DEFAULTS["data"] == "emoji"
+
+
+def test_a_shown_table_prints_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show(Table(["class"], [{"class": "[red]cat[/]"}], ["see [bold]here[/]"]))
+    console.note("[dim]")
+    console.warn("[x]")
+    shown = capsys.readouterr()
+    assert [line.strip() for line in shown.out.splitlines()] == ["class", "[red]cat[/]", "see [bold]here[/]", "[dim]"]
+    assert shown.err.strip() == "[x]"
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_notebooks_show_a_progress_bar(widgets: bool, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """rich draws it in an ipywidgets output; where there are no widgets, lines are printed instead."""
+    displayed: list[object] = []
+
+    class Output:
+        def __enter__(self) -> Output:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def clear_output(self, wait: bool) -> None: ...
+
+        def close(self) -> None: ...
+
+    modules = {name: types.ModuleType(name) for name in ("IPython", "IPython.display", "ipywidgets")}
+    modules["IPython.display"].display = displayed.append  # type: ignore[attr-defined]
+    modules["ipywidgets"].Output = Output  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        module.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
+        if widgets or name != "ipywidgets":
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(console, "out", Console(force_jupyter=True, force_terminal=False))
+    with console.progress("training", 3) as update:
+        update(3, "loss 0.1")
+    assert any(isinstance(x, Output) for x in displayed) == widgets

@@ -18,7 +18,7 @@ from test_engines import run, told
 
 from fedvlm.commands import run_all
 from fedvlm.core import FedvlmError
-from fedvlm.runs import Run
+from fedvlm.folder import Run
 
 
 def command(*words: str) -> list[str]:

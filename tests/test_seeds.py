@@ -1,4 +1,4 @@
-"""Draws by hashing: fair, the same beside anybody, and blind to every global random state."""
+"""Draws by hashing: uniform, independent of the other clients, and independent of global random states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chi_square(found: np.ndarray) -> float:
 @example([0, 0, 0], 0)
 @example([0, 5, 0], 1)
 @settings(deadline=None, max_examples=80)
-def test_everybody_gets_a_permutation(counts, seed):
+def test_every_client_gets_a_permutation(counts, seed):
     counts = np.array(counts)
     flat = shuffled(keys(seed, clients=np.arange(len(counts))), counts)
     assert len(flat) == counts.sum()
@@ -39,18 +39,18 @@ def test_everybody_gets_a_permutation(counts, seed):
 
 @given(st.data(), seeds)
 @settings(deadline=None, max_examples=80)
-def test_an_order_does_not_depend_on_who_is_beside(data, seed):
+def test_an_order_does_not_depend_on_the_other_clients(data, seed):
     sizes = data.draw(st.dictionaries(st.integers(0, 10**6), st.integers(1, 12), min_size=2, max_size=10))
     ids = data.draw(st.permutations(sorted(sizes)))
-    beside = data.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True))
+    subset = data.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True))
 
     def orders(clients: list[int]) -> dict[int, list[int]]:
         counts = np.array([sizes[c] for c in clients])
         flat = shuffled(keys(seed, 4, clients=np.array(clients)), counts)
         return {c: p.tolist() for c, p in zip(clients, pieces(flat, counts), strict=True)}
 
-    everybody, some = orders(list(ids)), orders(beside)
-    assert some == {c: everybody[c] for c in beside}
+    all_orders, some = orders(list(ids)), orders(subset)
+    assert some == {c: all_orders[c] for c in subset}
 
 
 @given(st.lists(seeds, min_size=1, max_size=5), st.data())
@@ -66,7 +66,7 @@ def test_a_key_changes_with_every_part(parts, data):
     assert len(set(keys(*parts, clients=clients).tolist())) == 50
 
 
-def test_the_order_of_parts_counts():
+def test_the_order_of_parts_matters():
     assert key(1, 2) != key(2, 1)
 
 
@@ -80,12 +80,12 @@ def test_every_order_of_four_is_equally_likely():
     orders = shuffled(keys(5, clients=np.arange(clients)), np.full(clients, 4)).reshape(-1, 4)
     _, found = np.unique(orders, axis=0, return_counts=True)
     assert len(found) == 24
-    assert 5 < chi_square(found) < 60  # 23 degrees of freedom; below 5 would be too even to be random
+    assert 5 < chi_square(found) < 60  # 23 degrees of freedom; below 5 would be too uniform for random draws
 
 
 @pytest.mark.parametrize("vary", ["client", "round", "seed"])
-def test_every_example_is_as_likely_at_every_place(vary):
-    """Whatever the many draws differ in: 64 cells, 49 degrees of freedom."""
+def test_every_example_is_equally_likely_at_every_position(vary):
+    """Over many clients, rounds or seeds: 64 cells, 49 degrees of freedom."""
     draws, n = 4000, 8
     if vary == "client":
         found = keys(0, 0, clients=np.arange(draws))
@@ -94,11 +94,11 @@ def test_every_example_is_as_likely_at_every_place(vary):
     else:
         found = np.concatenate([keys(s, 0, clients=np.array([3])) for s in range(draws)])
     orders = shuffled(found, np.full(draws, n)).reshape(draws, n)
-    table = np.stack([np.bincount(orders[:, place], minlength=n) for place in range(n)])
+    table = np.stack([np.bincount(orders[:, position], minlength=n) for position in range(n)])
     assert chi_square(table) < 100
 
 
-def test_one_round_says_nothing_of_the_next():
+def test_rounds_are_independent():
     draws, n = 4000, 6
     now, then = (shuffled(keys(9, r, clients=np.arange(draws)), np.full(draws, n)).reshape(draws, n) for r in (0, 1))
     table = np.zeros((n, n))
@@ -106,18 +106,18 @@ def test_one_round_says_nothing_of_the_next():
     assert chi_square(table) < 80  # 35 degrees of freedom
 
 
-def test_generators_repeat_themselves_and_differ_from_each_other():
+def test_generators_depend_on_their_key_only():
     assert torch.equal(torch.randn(5, generator=generator(3, 1)), torch.randn(5, generator=generator(3, 1)))
     assert not torch.equal(torch.randn(5, generator=generator(3, 1)), torch.randn(5, generator=generator(3, 2)))
     assert numpy_generator(3, 1).random() == numpy_generator(3, 1).random() != numpy_generator(3, 2).random()
 
 
-def test_batches_neither_touch_nor_feel_the_global_states():
+def test_batches_neither_change_nor_depend_on_global_states():
     bounds = np.array([[0, 9, 9, 9], [9, 13, 13, 13]])
     data = Data(torch.arange(13.0)[:, None], torch.arange(13), bounds, np.array([4, 7]), seed=2, round=3)
 
-    def drawn(world: int) -> list[list[list[int]]]:
-        random.seed(world), np.random.seed(world), torch.manual_seed(world)  # noqa: NPY002
+    def drawn(state: int) -> list[list[list[int]]]:
+        random.seed(state), np.random.seed(state), torch.manual_seed(state)  # noqa: NPY002
         before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
         found = [b.y.tolist() for b in data.batches(4, epochs=2)]
         assert random.getstate() == before[0]
@@ -128,7 +128,7 @@ def test_batches_neither_touch_nor_feel_the_global_states():
     assert drawn(0) == drawn(1)
 
 
-def test_a_later_round_shuffles_anew():
+def test_every_round_has_its_own_order():
     bounds = np.array([[0, 20, 20, 20]])
     first, second = (Data(torch.zeros(20, 1), torch.arange(20), bounds, np.array([0]), seed=2, round=r) for r in (0, 1))
     order = [[y for b in d.batches(20) for y in b.y.flatten().tolist()] for d in (first, second)]

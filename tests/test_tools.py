@@ -1,4 +1,4 @@
-"""The tools that make data do so from files of the form they document; nothing is fetched here."""
+"""tools/cifar10.py on a small package in the documented format; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 TOOLS = Path(__file__).parent.parent / "tools"
-TRAIN, TEST = 15, 12  # images, in five sheets and one
+TRAIN, TEST = 15, 12  # images, in five sheets and in one
 
 
 def package(path: Path, labels: dict[str, list[int]], width: int = 1024) -> dict[str, np.ndarray]:
-    """A small one in the form of the real one; the pixels by split."""
+    """Writes a small package in the format of the real one; returns the pixels by split."""
     counts = {"train": TRAIN, "test": TEST}
     draw = np.random.default_rng(0)
     pixels = {split: draw.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8) for split, n in counts.items()}
@@ -46,16 +46,16 @@ def labels() -> dict[str, list[int]]:
     return {"train": [k % 10 for k in range(TRAIN)], "test": [9, 3, *range(TEST - 2)]}
 
 
-def test_every_image_comes_out_as_it_was_under_its_class(tmp_path):
+def test_every_image_is_written_unchanged_into_its_class(tmp_path):
     pixels = package(tmp_path / "p.tgz", labels())
     assert cifar10(tmp_path / "out", "--package", tmp_path / "p.tgz").returncode == 0
     assert len(list((tmp_path / "out").rglob("*.png"))) == TRAIN + TEST
-    for split, at, label in (("test", 0, "truck"), ("test", 1, "cat"), ("train", 4, "deer"), ("train", 13, "cat")):
-        found = np.asarray(Image.open(tmp_path / "out" / label / f"{split}-{at:05d}.png"))
-        np.testing.assert_array_equal(found, pixels[split][at])
+    for split, number, label in (("test", 0, "truck"), ("test", 1, "cat"), ("train", 4, "deer"), ("train", 13, "cat")):
+        found = np.asarray(Image.open(tmp_path / "out" / label / f"{split}-{number:05d}.png"))
+        np.testing.assert_array_equal(found, pixels[split][number])
 
 
-def test_per_class_keeps_the_first_and_the_test_split_comes_first(tmp_path):
+def test_per_class_keeps_the_first_images_and_reads_the_test_split_first(tmp_path):
     package(tmp_path / "p.tgz", labels())
     done = cifar10(tmp_path / "out", "--package", tmp_path / "p.tgz", "--per-class", 2)
     assert "20 images, 2 to 2 a class" in done.stdout
@@ -64,7 +64,7 @@ def test_per_class_keeps_the_first_and_the_test_split_comes_first(tmp_path):
     assert names["dog"] == ["test-00007", "train-00005"]  # one in test
 
 
-def test_another_package_is_refused_by_name(tmp_path):
+def test_another_package_is_an_error(tmp_path):
     with tarfile.open(tmp_path / "empty.tgz", "w:gz"):
         pass
     done = cifar10(tmp_path / "out", "--package", tmp_path / "empty.tgz")
@@ -72,7 +72,7 @@ def test_another_package_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "width"), [(TEST - 1, 1024), (TEST + 1, 1024), (TEST, 512)])
-def test_a_row_is_an_image_and_has_a_label(tmp_path, given, width):
+def test_rows_must_be_images_with_a_label_each(tmp_path, given, width):
     package(tmp_path / "p.tgz", labels() | {"test": [0] * given}, width)
     done = cifar10(tmp_path / "out", "--package", tmp_path / "p.tgz")
     rows = TEST * 1024 // width

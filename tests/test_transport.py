@@ -1,4 +1,4 @@
-"""Transport against independent solvers: rows met, objectives right, planted outsiders found, nothing infinite."""
+"""Optimal transport against independent solvers: row masses, objectives, planted outsiders, extreme inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedvlm.transport import semi_unbalanced, unbalanced
 
 
 def problem(classes: int, columns: int, seed: int, kind: str = "points"):
-    """Squared distances between random points (all alike, as in high dimension), or costs without any structure."""
+    """Squared distances between random points in 32 dimensions, which are similar to each other, or uniform random costs."""
     draw = np.random.default_rng(seed)
     if kind == "points":
         cost = ((draw.normal(size=(classes, 1, 32)) - draw.normal(size=(1, columns, 32))) ** 2).sum(-1)
@@ -34,19 +34,20 @@ def objective(cost, plan, columns, strength):
 
 
 def lower_bound(cost, plan, rows, columns, strength):
-    """The dual, below every plan whatever made this one, at the prices its masses say and at what its rows pay."""
+    """The dual objective, a lower bound for every plan, at two choices of the rows' multipliers derived from this plan."""
     prices = strength * np.log(np.maximum(plan.sum(0), 1e-300) / columns)
     least, paid = (cost + prices).min(1), (plan * (cost + prices)).sum(1) / rows
     return max(
-        (rows * told).sum() - strength * (columns * np.expm1((told[:, None] - cost).max(0) / strength)).sum()
-        for told in (least, paid)
+        (rows * multipliers).sum()
+        - strength * (columns * np.expm1((multipliers[:, None] - cost).max(0) / strength)).sum()
+        for multipliers in (least, paid)
     )
 
 
 @pytest.mark.parametrize("kind", ["points", "any"])
 @pytest.mark.parametrize("strength", [0.001, 0.01, 0.1, 0.3])
 @pytest.mark.parametrize("shape", [(1, 30), (3, 7), (12, 90), (30, 10)])
-def test_semi_unbalanced_is_proved_optimal(shape, strength, kind):
+def test_semi_unbalanced_is_optimal(shape, strength, kind):
     cost, rows, columns = problem(*shape, seed=1, kind=kind)
     plan = solve(cost, rows, columns, strength)
     value = objective(cost, plan, columns, strength)
@@ -60,15 +61,21 @@ def test_semi_unbalanced_agrees_with_a_general_solver(strength):
     optimize = pytest.importorskip("scipy.optimize")
     cost, rows, columns = problem(4, 6, seed=2, kind="any")
 
-    def flat(x):
+    def value_and_gradient(x):
         mass = x.reshape(cost.shape).sum(0)
-        slope = cost + strength * np.log(np.maximum(mass, 1e-12) / columns)
-        return objective(cost, x.reshape(cost.shape), columns, strength), slope.reshape(-1)
+        gradient = cost + strength * np.log(np.maximum(mass, 1e-12) / columns)
+        return objective(cost, x.reshape(cost.shape), columns, strength), gradient.reshape(-1)
 
     met = {"type": "eq", "fun": lambda x: x.reshape(cost.shape).sum(1) - rows}
     start = np.outer(rows, columns).reshape(-1)
     found = optimize.minimize(
-        flat, start, jac=True, method="SLSQP", bounds=[(0, 1)] * 24, constraints=[met], options={"maxiter": 500}
+        value_and_gradient,
+        start,
+        jac=True,
+        method="SLSQP",
+        bounds=[(0, 1)] * 24,
+        constraints=[met],
+        options={"maxiter": 500},
     )
     assert found.success
     ours = objective(cost, solve(cost, rows, columns, strength), columns, strength)
@@ -77,7 +84,7 @@ def test_semi_unbalanced_agrees_with_a_general_solver(strength):
 
 @pytest.mark.parametrize("kind", ["points", "any"])
 @pytest.mark.parametrize("shape", [(6, 25), (20, 120)])
-def test_a_great_strength_is_balanced_transport(shape, kind):
+def test_a_large_strength_gives_balanced_transport(shape, kind):
     ot = pytest.importorskip("ot")
     cost, rows, columns = problem(*shape, seed=3, kind=kind)
     value = objective(cost, solve(cost, rows, columns, 1e4), columns, 1e4)
@@ -88,7 +95,7 @@ def test_a_great_strength_is_balanced_transport(shape, kind):
     "kind, strength", [("points", 0.05), ("any", 0.05), ("points", 0.5), ("any", 0.5), ("any", 5.0)]
 )
 def test_semi_unbalanced_agrees_with_pot(kind, strength):
-    """POT's plan is entropic: it stands above the optimum, its dual below, and between them there is little room."""
+    """POT's plan is entropic: its objective is slightly above the optimum, its dual slightly below."""
     ot = pytest.importorskip("ot")
     cost, rows, columns = problem(10, 40, seed=4, kind=kind)
     plan = solve(cost, rows, columns, strength)
@@ -109,13 +116,13 @@ def test_one_row_has_a_closed_form():
     np.testing.assert_allclose(solve(cost, rows, columns, 0.2)[0], weight / weight.sum(), atol=1e-12)
 
 
-def test_a_weak_strength_lets_every_row_choose():
+def test_with_a_small_strength_every_row_takes_its_cheapest_column():
     cost, rows, columns = problem(8, 20, seed=6, kind="any")
     plan = solve(cost, rows, columns, 1e-6)
     np.testing.assert_allclose(plan[np.arange(8), cost.argmin(1)], rows, rtol=1e-6)
 
 
-def test_identical_costs_spread_as_wanted():
+def test_identical_costs_give_the_desired_column_masses():
     _, rows, columns = problem(5, 11, seed=7)
     for level in (0.0, 1.0, -3.0):
         np.testing.assert_allclose(solve(np.full((5, 11), level), rows, columns, 0.3).sum(0), columns, atol=1e-12)
@@ -126,7 +133,7 @@ def test_one_column_and_columns_and_rows_without_mass():
     np.testing.assert_allclose(solve(cost, rows, columns, 0.1)[:, 0], rows)
     cost, rows, columns = problem(5, 8, seed=8)
     columns[[0, 3]], rows[2] = 0, 0
-    cost[:, 3] = 0  # however near
+    cost[:, 3] = 0  # even at no cost
     plan = solve(cost, rows, columns, 0.1)
     assert (plan[:, [0, 3]] == 0).all() and (plan[2] == 0).all()
     assert np.abs(plan.sum(1) - rows).max() < 1e-12
@@ -134,7 +141,7 @@ def test_one_column_and_columns_and_rows_without_mass():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 10**6), st.data())
-def test_every_plan_is_finite_and_meets_its_rows(classes, columns, seed, data):
+def test_every_plan_is_finite_and_meets_its_row_masses(classes, columns, seed, data):
     """Costs and masses over many orders of magnitude, ties, zeros, any strength; Σa need not be Σb."""
     draw = np.random.default_rng(seed)
     magnitude = data.draw(st.sampled_from([1e-200, 1e-6, 1.0, 1e6, 1e200]))
@@ -153,7 +160,7 @@ def test_more_sweeps_are_never_worse():
     assert values == sorted(values, reverse=True) and values[0] > values[-1]
 
 
-def test_what_cannot_be_transported_is_told():
+def test_invalid_problems_are_errors():
     cost, rows, columns = problem(3, 4, seed=10)
     with pytest.raises(FedvlmError, match="strength above 0, not 0"):
         solve(cost, rows, columns, 0)
@@ -167,14 +174,14 @@ def test_what_cannot_be_transported_is_told():
         solve(cost, columns, rows, 1)
 
 
-def test_the_plan_keeps_the_costs_type():
+def test_the_plan_has_the_dtype_of_the_costs():
     cost, rows, columns = (torch.from_numpy(v).float() for v in problem(3, 4, seed=11))
     assert semi_unbalanced(cost, rows, columns, 0.1).dtype == torch.float32
     assert semi_unbalanced(torch.zeros(0, 4), torch.zeros(0), columns, 0.1).shape == (0, 4)
 
 
 def test_class_like_outsiders_receive_the_most_mass():
-    """Ten twins of ten of the twenty classes, hidden among 190 random outsiders, in 30 trials."""
+    """Ten outsiders near ten of the twenty classes, among 190 random ones, in 30 trials."""
     found = 0
     for seed in range(30):
         draw = torch.Generator().manual_seed(seed)
@@ -198,11 +205,11 @@ def costs(*shape, seed=0, spread=0.3):
 
 
 @pytest.mark.parametrize("epsilon, mass", [(0.1, 0.8), (0.1, 0.3), (0.05, 0.8), (1.0, 0.99)])
-def test_unbalanced_is_pots_partial_transport(epsilon, mass):
-    """Columns that want γ in all, and γ moved in all, leave POT's partial transport only our plan."""
+def test_unbalanced_equals_the_partial_transport_of_pot(epsilon, mass):
+    """With column masses that sum to γ and a moved mass of γ, POT's partial transport is the same problem."""
     ot = pytest.importorskip("ot")
     cost = costs(3, 49, 2)
-    plan = unbalanced(cost, epsilon, mass, iterations=5000, still=1e-12)
+    plan = unbalanced(cost, epsilon, mass, iterations=5000, tolerance=1e-12)
     for ours, c in zip(plan.numpy(), cost.numpy(), strict=True):
         theirs = ot.partial.entropic_partial_wasserstein(
             np.full(49, 1 / 49), np.full(2, mass / 2), c, epsilon, mass, numItermax=20_000, stopThr=1e-13
@@ -210,7 +217,7 @@ def test_unbalanced_is_pots_partial_transport(epsilon, mass):
         np.testing.assert_allclose(ours, theirs, atol=1e-7)
 
 
-def test_unbalanced_meets_columns_and_leaves_patches_out():
+def test_unbalanced_meets_column_masses_and_leaves_patches_out():
     plan = unbalanced(costs(4, 5, 196, 2))
     assert plan.shape == (4, 5, 196, 2)
     torch.testing.assert_close(plan.sum(-2), torch.full((4, 5, 2), 0.4, dtype=torch.float64))
@@ -227,11 +234,11 @@ def test_a_patch_that_fits_no_prompt_is_left_out():
 
 
 def test_a_plan_does_not_depend_on_its_batch():
-    """A slow problem beside a quick one must not polish it further."""
+    """A problem that needs many iterations must not change one that has converged."""
     cost = torch.cat([costs(3, 20, 2, seed=1, spread=0.5), costs(3, 20, 2, seed=2, spread=0.02)])
     together = unbalanced(cost)
     torch.testing.assert_close(together, torch.stack([unbalanced(c) for c in cost]), rtol=1e-12, atol=0)
-    assert not torch.equal(together[3:], unbalanced(cost[3:], still=1e-9))
+    assert not torch.equal(together[3:], unbalanced(cost[3:], tolerance=1e-9))
 
 
 def test_unbalanced_in_float32_and_half_and_without_gradient():
@@ -254,7 +261,7 @@ def test_unbalanced_is_finite_for_any_cosines(patches, prompts, seed, epsilon):
     torch.testing.assert_close(plan.sum(0), torch.full((prompts,), 0.8 / prompts), rtol=1e-5, atol=1e-6)
 
 
-def test_unbalanced_tells_what_it_cannot_do():
+def test_unbalanced_refuses_invalid_problems():
     wide = torch.tensor([[0.0, 0.0], [2.0, 1.0], [1.0, 2.0]])
     with pytest.raises(FedvlmError, match=r"differ by 2 .* at least 0\.0253 is needed"):
         unbalanced(wide, epsilon=0.01)

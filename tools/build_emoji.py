@@ -1,12 +1,11 @@
-"""Build the emoji data set: one class folder per emoji category, one domain per drawing style.
+"""Build the emoji data set: one class per emoji category, one domain per drawing style.
 
 Usage: python tools/build_emoji.py fedvlm/data/assets/emoji.zip
 
-Needs `npm` on the PATH and `pip install resvg-py pillow`. The artwork comes from the npm packages
-in PACKAGES and nothing else; terms are in fedvlm/data/assets/EMOJI-LICENSES.md, which is copied
-into the archive. Entries are `<style>/<class>/<code points>-<name>.png`: the file stem names the
-emoji and is the same in every style, so that a split by stem keeps an emoji on one side only.
-With the same versions of resvg-py and Pillow the same bytes come out.
+Needs `npm` on the PATH and `pip install resvg-py pillow`. The artwork comes from the npm packages in PACKAGES only; their
+licences are in fedvlm/data/assets/EMOJI-LICENSES.md, which is copied into the archive. Entries are
+`<style>/<class>/<code points>-<name>.png`: the file stem names the emoji and is the same in every style, so that a split
+by stem keeps all drawings of an emoji in one split. The same versions of resvg-py and Pillow give the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PACKAGES = {
     "openmoji": "17.0.0",
     "fluentui-emoji": "1.3.0",
 }
-# Where each style's drawing lies, from the package's name on.
+# The path of a drawing in each style, starting with the package's name
 STYLES = {
     "noto": "emoji-datasource-google/img/google/64/{image}",
     "twemoji": "emoji-datasource-twitter/img/twitter/64/{image}",
@@ -43,8 +42,8 @@ STYLES = {
     "fluent-modern": "fluentui-emoji/icons/modern/{fluent}.svg",
     "fluent-contrast": "fluentui-emoji/icons/high-contrast/{fluent}.svg",
 }
-# Unicode's subcategories, merged and thinned: no flags, signs, skin tones or gender variants, and
-# only emoji drawn in all styles. The classes read well in "a photo of a {}".
+# Unicode's subcategories, merged and reduced: no flags, signs, skin tones or gender variants, and only emoji that all
+# styles have. The class names fit into "a photo of a {}".
 CLASSES = {
     "animal face": "🐵 🐶 🐺 🦊 🦝 🐱 🦁 🐯 🐴 🫎 🦄 🐮 🐷 🐭 🐹 🐰 🐻 🐻‍❄️ 🐨 🐼 🐸 🐲",
     "mammal": "🐒 🦧 🐕 🐈 🐅 🐆 🫏 🐎 🦓 🦌 🦬 🐄 🐖 🐏 🐑 🐐 🐫 🦙 🦒 🐘 🦏 🦛 🐁 🐇 🦫 🦔 🦥 🦦 🦘 🦡",
@@ -71,13 +70,13 @@ CLASSES = {
     "athlete": "🏃 🧗 🤺 🏇 ⛷️ 🏂 🏌️ 🏄 🚣 🏊 ⛹️ 🏋️ 🚴 🚵 🤸 🤽 🤾 🤹",
     "weather": "☀️ 🌞 ☁️ ⛅ ⛈️ 🌤️ 🌥️ 🌦️ 🌧️ 🌨️ 🌩️ 🌪️ 🌫️ 🌬️ 🌈 ⚡ ❄️",
 }
-SIZE = 64  # the two PNG sources have no more, and one size for all gives no style away
-COLOURS = 128
+SIZE = 64  # pixels; the most that the two PNG sources have, and the same for all so that size does not reveal the style
+COLOURS = 128  # per image
 LICENSES = Path(__file__).resolve().parents[1] / "fedvlm/data/assets/EMOJI-LICENSES.md"
 
 
 def fetch(folder: Path) -> None:
-    """Unpack every package into folder/<package name>."""
+    """Downloads every package and unpacks it into folder/<package name>."""
     npm = shutil.which("npm")
     if npm is None:
         raise SystemExit("npm was not found on the PATH; it is needed to fetch the emoji packages")
@@ -93,16 +92,17 @@ def fetch(folder: Path) -> None:
 
 
 def code_points(emoji: str) -> str:
-    """The emoji's code points, less the variation selector that the sources put differently."""
+    """The emoji's code points without the variation selector, which the sources use differently."""
     return "-".join(f"{ord(char):04X}" for char in emoji if char != "\ufe0f")
 
 
 def slug(name: str) -> str:
+    """The name as Fluent writes it in file names: lower case, words separated by hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub("['’]", "", name.lower())).strip("-")
 
 
 def read_metadata(folder: Path) -> dict[str, dict[str, str]]:
-    """For each emoji, by code points: its name and what the paths in STYLES need."""
+    """Code points → the emoji's name and the fields of the paths in STYLES."""
     datasource = json.loads((folder / "emoji-datasource/emoji.json").read_text("utf-8"))
     images = {
         entry["unified"].replace("-FE0F", ""): entry["image"]
@@ -115,7 +115,7 @@ def read_metadata(folder: Path) -> dict[str, dict[str, str]]:
         if key not in images:
             continue
         name = slug(entry["annotation"])
-        # Fluent names the untinted drawing of an emoji that has skin tones "-default".
+        # Fluent's name for the drawing without a skin tone ends in "-default"
         toned = folder / f"fluentui-emoji/icons/flat/{name}-default.svg"
         metadata[key] = {
             "name": name,
@@ -142,7 +142,7 @@ def draw(path: Path) -> bytes:
 
 
 def draw_all(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Every image with its name in the archive."""
+    """The name in the archive and the PNG of every image."""
     metadata = read_metadata(folder)
     for label, emojis in CLASSES.items():
         for emoji in emojis.split():
@@ -159,12 +159,12 @@ def draw_all(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def write_zip(entries: dict[str, bytes], output: Path) -> None:
-    """Store the entries sorted and with a fixed time and system, so that the bytes are fixed."""
+    """Stores the entries in sorted order with a fixed time and system, so that the archive is reproducible."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(output, "w") as archive:
         for name in sorted(entries):
             info = zipfile.ZipInfo(name)
-            info.create_system = 3
+            info.create_system = 3  # Unix
             info.external_attr = 0o644 << 16
             archive.writestr(info, entries[name])
 

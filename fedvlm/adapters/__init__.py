@@ -1,1 +1,1 @@
-"""What is trained, what of it is private, how it makes logits. One file, one parameterisation."""
+"""Adapters: what is trained, which of it is private, and how it computes logits. One parameterisation per file."""

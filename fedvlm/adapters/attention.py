@@ -1,7 +1,7 @@
-"""FedCLIP's attention adapter (Lu et al., 2023): a learned mask says which parts of the embedding matter.
+"""FedCLIP's attention adapter (Lu et al., 2023): a learned mask weights the coordinates of the image embedding.
 
 a(h) = softmax(W₂ tanh(W₁ h + b₁) + b₂),  h* = a(h)·h / ‖a(h)·h‖,  logits = scale · cos(h*, class name).
-2(d² + d) parameters, all shared. Initialised as torch's Linear: uniform in ±1/√d.
+2(d² + d) parameters, all shared. Initialised as torch.nn.Linear: uniform in ±1/√d.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from fedvlm.seeds import generator
 
 @dataclass(frozen=True)
 class Attention(Adapter):
-    opens: ClassVar[bool] = True
+    open_vocabulary: ClassVar[bool] = True
 
     def init(self, task: Task, seed: int) -> Params:
         task.names()
-        draw, bound, d = generator(seed, 2), task.dim**-0.5, task.dim
+        rng, bound, d = generator(seed, 2), task.dim**-0.5, task.dim
         shapes = {"w1": (d, d), "b1": (d,), "w2": (d, d), "b2": (d,)}
-        return {k: (torch.rand(s, generator=draw) * 2 - 1) * bound for k, s in shapes.items()}
+        return {k: (torch.rand(s, generator=rng) * 2 - 1) * bound for k, s in shapes.items()}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         hidden = torch.tanh(linear(x, params["w1"], params["b1"]))

@@ -1,36 +1,41 @@
-"""What an adapter is, and what it may know of the task."""
+"""The interface of an adapter, the task description it gets, and the optional capabilities it can declare."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.core import Batch, FedvlmError, Params
-from fedvlm.evaluate.detection import SCORES
+from fedvlm.core import Batch, Params
+from fedvlm.errors import FedvlmError
 from fedvlm.seeds import generator
-from fedvlm.tasks import CLASSES, Kind, Objective
+from fedvlm.tasks import CLASSIFICATION, Objective, TaskType
 
-READ = "read.words"  # among parameters: class vectors that were worked out beforehand
+if TYPE_CHECKING:
+    from fedvlm.backbones.base import Tower
+
+PREPARED = "prepared."  # prefix of what `prepare` adds to the parameters; refused as a parameter's name
+TEXT_FEATURES = PREPARED + "text_features"  # encoded prompts, [clients, classes (some adapters add more), dim]
 
 
 class Task(NamedTuple):
-    """What everybody may know: the classes, and how the frozen model sees their names."""
+    """What server and clients know of the task: the classes, and the frozen model's embeddings of their names."""
 
     classes: tuple[str, ...]
     text: Tensor | None  # [classes, dim], L2-normalised; None where the backbone has no text tower
     dim: int
-    scale: float  # the backbone's own logit scale
-    tower: Any = None  # the backbone's own, image or text, where an adapter needs it
-    nouns: tuple[str, ...] = ()  # names far from every class, farthest first, where an adapter needs them
-    novel: Task | None = None  # classes that nobody trains on, where a protocol keeps some
-    phrases: tuple[str, ...] = ()  # what `text` was made of, a class each; none where the backbone has no text tower
+    scale: float  # the backbone's logit scale
+    tower: Tower | None = None  # the backbone's image tower, text tower or both, as the adapter `requires`
+    nouns: tuple[str, ...] = ()  # names far from every class, farthest first, for adapters that are NeedsNouns
+    novel: Task | None = None  # the classes that no client trains on (protocol=base-to-novel)
+    phrases: tuple[str, ...] = ()  # what `text` embeds, one phrase per class; () without a text tower
 
     def names(self) -> Tensor:
+        """The embeddings of the class names."""
         if self.text is None:
             raise FedvlmError(
                 "this backbone has no text tower, so there are no class embeddings to start from; "
@@ -38,107 +43,173 @@ class Task(NamedTuple):
             )
         return self.text
 
-    def some(self, which: slice) -> Task:
-        """The same with these classes only."""
+    def subset(self, which: slice) -> Task:
+        """The task restricted to these classes."""
         text = None if self.text is None else self.text[which]
         return self._replace(classes=self.classes[which], text=text, phrases=self.phrases[which])
 
+    def with_text(self, embeddings: Params) -> Task:
+        """The task with these class embeddings ("text" and, for novel classes, "novel") instead of the frozen ones."""
+        if not embeddings:
+            return self
+        novel = self.novel
+        if novel is not None and "novel" in embeddings:
+            novel = novel._replace(text=embeddings["novel"])
+        return self._replace(text=embeddings["text"], novel=novel)
+
     def to(self, device: torch.device) -> Task:
-        moved = None if self.text is None else self.text.to(device)
+        text = None if self.text is None else self.text.to(device)
         tower = None if self.tower is None else copy.deepcopy(self.tower).to(device=device)
         novel = None if self.novel is None else self.novel._replace(tower=None).to(device)._replace(tower=tower)
-        return self._replace(text=moved, tower=tower, novel=novel)
+        return self._replace(text=text, tower=tower, novel=novel)
+
+
+class Limits(NamedTuple):
+    """How much an adapter computes at a time."""
+
+    examples: int = 2048  # scored at a time
+    clients: int = 1024  # trained at a time on a CPU
+    gpu: bool = False  # device=auto uses a GPU where there is one
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """`init` gives one model's parameters; `logits` works for many clients side by side (axis 0 of everything)."""
+    """What is trained, which of it is private, and how it computes logits.
 
-    private: tuple[str, ...] = ()  # names that never leave a client
+    `init` returns the parameters of one model; all other methods get parameters with a leading client axis.
+    """
 
-    learns: ClassVar[Kind] = CLASSES
-    reads: ClassVar[str] = "embedding"  # the view of an image it needs; black boxes serve "embedding" only
-    block: ClassVar[int] = 2048  # examples scored at a time
-    heavy: ClassVar[bool] = False  # whether a GPU is worth it
-    most: ClassVar[int] = 1024  # clients side by side
-    needs: ClassVar[str] = ""  # "image tower", "text tower": what of the backbone itself it calls
-    reads_words: ClassVar[bool] = False  # whether a text tower makes class vectors; `logits` asks `known` for them
-    pairs: ClassVar[bool] = False  # whether what is private has a shared twin, and `public` is written
-    reads_nouns: ClassVar[bool] = False  # whether it needs names of outsiders, and has a field `candidates`
-    transposes: ClassVar[bool] = False  # whether `transpose` is written; autograd serves where it is not
-    aligns: ClassVar[str] = "images"  # what an alignment compares: adapted image features, or class vectors ("classes")
-    watches: ClassVar[tuple[str, ...]] = ()  # what `diagnose` tells, one number a client
+    private: tuple[str, ...] = ()  # parameters that never leave a client
 
-    @property
-    def opens(self) -> bool:
-        """Whether it can tell classes that nobody trained on, by their names: `logits` follows whatever task it is given,
-        and no parameter is a class's own. To be said by each adapter of which it is true."""
-        return False
+    task_type: ClassVar[TaskType] = CLASSIFICATION
+    view: ClassVar[str] = "embedding"  # the input x: embedding, patches, hidden@k, pixels or text
+    requires: ClassVar[str] = ""  # what it runs of the backbone: "image tower", "text tower", "both towers"; "": nothing
+    limits: ClassVar[Limits] = Limits()
+    alignment: ClassVar[Literal["images", "classes"]] = "images"  # what CORAL compares: image features or class vectors
+    open_vocabulary: ClassVar[bool] = False  # whether `logits` works for classes without training data, by their names
 
     def init(self, task: Task, seed: int) -> Params:
         return {}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        """The image embedding as adapted, what the classifier sees: [clients, examples, dim]."""
+        """The adapted image embedding that the classifier sees, [clients, examples, dim]."""
         return x
 
-    def classes(self, task: Task, params: Params) -> Tensor:
-        """The class vectors as adapted, [clients, classes, dim], where `aligns` says they are what changes."""
-        raise NotImplementedError
-
-    def read(self, task: Task, params: Params, before: Params) -> Params:
-        """The same parameters and, under READ, what of the model does not depend on an image: evaluation looks at many
-        images, and words need reading once. `before` is what was read of another view, if any."""
-        return params | {READ: self.classes(task, params)} if self.reads_words else params
-
-    def known(self, task: Task, params: Params) -> Tensor:
-        """The class vectors, read before or now."""
-        return params[READ][:, : len(task.classes)] if READ in params else self.classes(task, params)
+    def prepare(self, task: Task, params: Params, before: Params) -> Params:
+        """The parameters plus, under PREPARED names, what does not depend on the images: evaluation computes it once.
+        `before` is what this method returned for another model in the same evaluation, {} for the first."""
+        return params
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        """By several scores, how surely x is of one of the classes, [clients, examples]; higher is surer."""
-        logits = self.logits(task, params, x)
-        return {name: score(logits) for name, score in SCORES.items()}
-
-    def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """The logits in training, for adapters in which they differ (statistics of the batch)."""
+    def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        """The logits in training, where they differ (batch statistics, dropout)."""
         return self.logits(task, params, batch.x)
 
     def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:
-        """What is descended, one number a client, of what `training` gave: the place for a term of an adapter's own."""
-        return self.learns.losses[objective](logits, batch)
+        """The training loss of `train_logits`, one number per client; override to add a term."""
+        return self.task_type.losses[objective](logits, batch)
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The same for each example, [clients, examples], for rules that weigh them."""
-        return self.learns.score(logits, y)[1]
+        """The same for each example, [clients, examples], for rules that weight examples."""
+        return self.task_type.loss(logits, y)
 
-    def public(self, params: Params) -> Params:
-        """The same model with nothing private in it, as a newcomer has it: a private part that has a shared twin is that."""
-        return params
-
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """In training, logits and what an alignment compares (see `aligns`), for rules that look at both."""
-        logits = self.training(task, params, batch)
-        return logits, self.classes(task, params) if self.aligns == "classes" else self.features(task, params, batch.x)
-
-    def transpose(self, task: Task, params: Params, x: Tensor, residual: Tensor) -> Params:
-        """The slope in the parameters of a loss whose slope in the logits is `residual`."""
-        raise NotImplementedError
-
-    def diagnose(self, task: Task, params: Params) -> Params:
-        """Numbers worth watching, one a client."""
-        return {}
-
-    def fold(self, task: Task, params: Params) -> Tensor | None:
-        """The plain linear classifier [classes, dim] this is equal to, where it is one (scale included)."""
-        return None
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The logits in training, and what `alignment` names, for rules that need both."""
+        logits = self.train_logits(task, params, batch)
+        if self.alignment == "classes":
+            return logits, class_vectors(self, task, params)
+        return logits, self.features(task, params, batch.x)
 
 
-def classifier(task: Task, init: str, seed: int) -> Tensor:
-    """Where a trainable classifier starts: the class names' embeddings, or unit rows at random."""
+@runtime_checkable
+class HasClassVectors(Protocol):
+    """The classifier is a set of class vectors."""
+
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
+        """[clients, classes, dim]."""
+        ...
+
+
+@runtime_checkable
+class HasSharedTwin(Protocol):
+    """Every private parameter has a shared counterpart, which a new client uses in its place."""
+
+    def shared_only(self, params: Params) -> Params:
+        """The parameters with each private one replaced by its counterpart."""
+        ...
+
+
+@runtime_checkable
+class HasGradient(Protocol):
+    """The gradient is known in closed form; other adapters use autograd."""
+
+    def gradient(self, task: Task, params: Params, x: Tensor, residual: Tensor) -> Params:
+        """The gradient in the parameters, from the gradient in the logits (`residual`)."""
+        ...
+
+
+@runtime_checkable
+class HasDiagnostics(Protocol):
+    """Numbers worth recording at the end of a run, one per client."""
+
+    diagnostics: ClassVar[tuple[str, ...]]
+
+    def diagnose(self, task: Task, params: Params) -> Params: ...
+
+
+@runtime_checkable
+class HasLinearForm(Protocol):
+    """The model equals a linear classifier on normalised embeddings."""
+
+    def to_linear(self, task: Task, params: Params) -> Tensor:
+        """[classes, dim], logit scale included."""
+        ...
+
+
+@runtime_checkable
+class HasDetectionScores(Protocol):
+    """It has its own scores for out-of-distribution detection; the default is in metrics/detection.py."""
+
+    def detection_scores(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
+        """By name of the score, [clients, examples]; higher is more in-distribution."""
+        ...
+
+
+@runtime_checkable
+class HasRawEmbedding(Protocol):
+    """The image embedding is available before it is normalised."""
+
+    def embed(self, task: Task, params: Params, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class HasTowers(Protocol):
+    """It trains inside the backbone's towers; `towers` says which."""
+
+    towers: Literal["both", "image", "text"]
+
+
+@runtime_checkable
+class NeedsNouns(Protocol):
+    """It needs names far from every class (Task.nouns)."""
+
+    candidates: int  # WordNet nouns among which they are chosen; 0: all
+
+
+def class_vectors(adapter: Adapter, task: Task, params: Params) -> Tensor:
+    """The adapter's class vectors: from `prepare` where it ran, else computed now."""
+    if TEXT_FEATURES in params:
+        return params[TEXT_FEATURES][:, : len(task.classes)]
+    assert isinstance(adapter, HasClassVectors), (
+        f"{type(adapter).__name__} has alignment=classes but no class_vectors()"
+    )
+    return adapter.class_vectors(task, params)
+
+
+def initial_classifier(task: Task, init: str, seed: int) -> Tensor:
+    """The initial classifier [classes, dim]: the class names' embeddings (init="text"), or random unit vectors."""
     if init == "text":
         return task.names().clone()
     rows = torch.randn(len(task.classes), task.dim, generator=generator(seed, 1), dtype=torch.float64)

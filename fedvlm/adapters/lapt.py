@@ -13,16 +13,15 @@ distributions. The paper has 10,000 negative labels; each is a prompt in every s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import READ, Task
+from fedvlm.adapters.base import TEXT_FEATURES, Task
 from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
-from fedvlm.evaluate.detection import SCORES
+from fedvlm.metrics.detection import scores_of
 from fedvlm.seeds import generator, key
 from fedvlm.tasks import Objective
 
@@ -32,8 +31,6 @@ class Lapt(Prompt):
     mixing: float = 1.0  # the weight of the loss on mixtures
     count: int = 100  # U, negative labels
     candidates: int = 0  # nouns to choose them from, spread over WordNet's; 0 is all
-
-    reads_nouns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.mixing < 0:
@@ -49,12 +46,12 @@ class Lapt(Prompt):
         """Of the classes, then of the negative labels: [clients, C + U, dim]."""
         tower, outer = self.tower(task), params["negatives"]
         nouns = tower.features(plan(tower, task.nouns[: self.count], outer.shape[2], self.position), outer)
-        return torch.cat([self.classes(task, params), nouns], 1)
+        return torch.cat([self.class_vectors(task, params), nouns], 1)
 
-    def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        return self.both(task, params, batch)[0]
+    def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        return self.logits_and_aligned(task, params, batch)[0]
 
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [clients, examples, 2, C + U], of images and mixtures."""
         text, x = self.prompts(task, params), batch.x
         part = float(torch.rand((), generator=generator(73, batch.step), dtype=torch.float64)) / 2
@@ -63,18 +60,22 @@ class Lapt(Prompt):
         return logits, text[:, : len(task.classes)]
 
     def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:
-        image, mixture = (self.learns.losses[objective](one, batch) for one in logits.unbind(2))
+        image, mixture = (self.task_type.losses[objective](one, batch) for one in logits.unbind(2))
         return image + self.mixing * mixture
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         image, mixture = (super(Lapt, self).losses(one, y) for one in logits.unbind(2))
         return image + self.mixing * mixture
 
-    def read(self, task: Task, params: Params, before: Params) -> Params:
-        return params | {READ: self.prompts(task, params)} if task.nouns else super().read(task, params, before)
+    def prepare(self, task: Task, params: Params, before: Params) -> Params:
+        return (
+            params | {TEXT_FEATURES: self.prompts(task, params)}
+            if task.nouns
+            else super().prepare(task, params, before)
+        )
 
-    def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        every = params[READ] if READ in params else self.prompts(task, params)
+    def detection_scores(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
+        every = params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
         logits, classes = task.scale * x @ every.mT, len(task.classes)
         odds = logits[..., :classes].logsumexp(-1) - logits[..., classes:].logsumexp(-1)
-        return {k: score(logits[..., :classes]) for k, score in SCORES.items()} | {"mcm": odds}
+        return scores_of(logits[..., :classes]) | {"mcm": odds}

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.backbones.text import Below, Plan, TextTower
-from fedvlm.backbones.vision import Both
+from fedvlm.adapters.base import TEXT_FEATURES, Adapter, Limits, Task, class_vectors
+from fedvlm.backbones.text import LowerActivations, PromptPlan, TextTower
+from fedvlm.backbones.vision import Towers
 from fedvlm.core import Batch, FedvlmError, Params
 
 Precision = Literal["full", "half"]  # half: frozen towers compute in bfloat16, what is learned stays float32
@@ -24,40 +24,37 @@ class Layered(Adapter):
     layers: int = 0  # of the image tower that are run anew, the last; 0 is all
     precision: Precision = "full"
 
-    needs: ClassVar[str] = "both towers"
-    heavy: ClassVar[bool] = True
-    reads_words: ClassVar[bool] = True
-    most: ClassVar[int] = 4
-    block: ClassVar[int] = 256
+    requires: ClassVar[str] = "both towers"
+    open_vocabulary: ClassVar[bool] = True
+    limits: ClassVar[Limits] = Limits(examples=256, clients=4, gpu=True)
 
     @property
-    def reads(self) -> str:  # type: ignore[override]
+    def view(self) -> str:  # type: ignore[override]
         return f"hidden@{-self.layers}"
 
-    @property
-    def opens(self) -> bool:
-        return True
-
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         """The frozen model's, where the text side is not changed."""
         return task.names()[None].to(kind(params))
 
+    def prepare(self, task: Task, params: Params, before: Params) -> Params:
+        return params | {TEXT_FEATURES: self.class_vectors(task, params)}
+
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.features(task, params, x) @ self.known(task, params).mT
+        return task.scale * self.features(task, params, x) @ class_vectors(self, task, params).mT
 
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        features, text = self.features(task, params, batch.x), self.classes(task, params)
-        return task.scale * features @ text.mT, text if self.aligns == "classes" else features
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        features, text = self.features(task, params, batch.x), self.class_vectors(task, params)
+        return task.scale * features @ text.mT, text if self.alignment == "classes" else features
 
 
-def towers_of(task: Task, precision: Precision = "full") -> Both:
-    if not isinstance(task.tower, Both):
+def towers_of(task: Task, precision: Precision = "full") -> Towers:
+    if not isinstance(task.tower, Towers):
         raise FedvlmError("this adapter changes a CLIP's own layers, and this backbone has no two towers to give")
     return task.tower if precision == "full" else halved(task.tower)
 
 
 @lru_cache(maxsize=4)
-def halved(towers: Both) -> Both:
+def halved(towers: Towers) -> Towers:
     return towers.to(dtype=torch.bfloat16)
 
 
@@ -76,7 +73,7 @@ def phrases(task: Task) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def read(reader: TextTower, texts: tuple[str, ...], layers: int) -> tuple[Plan, Below]:
+def read(reader: TextTower, texts: tuple[str, ...], layers: int) -> tuple[PromptPlan, LowerActivations]:
     """What is the same in every step: the tokens, and what enters the trained layers."""
     plan = reader.phrases(texts)
     return plan, reader.below(plan, layers)

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task, classifier
+from fedvlm.adapters.base import Adapter, Task, initial_classifier
 from fedvlm.core import Params, linear
 
 
 @dataclass(frozen=True)
 class Linear(Adapter):
     private: tuple[str, ...] = ("map",)
-    init_from: Literal["text", "random"] = "text"  # where the classifier starts
+    init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
 
-    watches: ClassVar[tuple[str, ...]] = ("condition",)
+    diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
 
     def init(self, task: Task, seed: int) -> Params:
-        return {"head": classifier(task, self.init_from, seed), "map": torch.eye(task.dim)}
+        return {"head": initial_classifier(task, self.init_from, seed), "map": torch.eye(task.dim)}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return F.normalize(linear(x, params["map"]), dim=-1)

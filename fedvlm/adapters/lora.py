@@ -41,11 +41,11 @@ class Lora(Layered):
             raise FedvlmError(f"rank={self.rank} must be at least 1, and projections= one or more of q, k, v, out")
 
     @property
-    def reads(self) -> str:  # type: ignore[override]
+    def view(self) -> str:  # type: ignore[override]
         return "embedding" if self.towers == "text" else f"hidden@{-self.layers}"
 
     @property
-    def aligns(self) -> str:  # type: ignore[override]
+    def alignment(self) -> Literal["images", "classes"]:  # type: ignore[override]
         return "classes" if self.towers == "text" else "images"
 
     def init(self, task: Task, seed: int) -> Params:
@@ -73,9 +73,9 @@ class Lora(Layered):
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x.to(kind(params)) if self.towers == "text" else F.normalize(self.embed(task, params, x), dim=-1)
 
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         if self.towers == "image":
-            return super().classes(task, params)
+            return super().class_vectors(task, params)
         reader = towers_of(task, self.precision).text
         plan, hidden = read(reader, phrases(task), self.layers)
         return reader.above(hidden, plan, params, self.scale)

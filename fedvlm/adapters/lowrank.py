@@ -7,7 +7,6 @@ contrastive training is local=contrast.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,16 +22,14 @@ class LowRank(Prompt):
     private: tuple[str, ...] = ("left", "right")
     bottleneck: int = 4  # b, the rank of the private change
 
-    pairs: ClassVar[bool] = True
-
     def init(self, task: Task, seed: int) -> Params:
         shared = super().init(task, seed)["context"]
         names, vectors, width = shared.shape
         left = 0.02 * torch.randn(names, vectors, self.bottleneck, generator=generator(seed, 53), dtype=torch.float64)
         return {"context": shared, "left": left.to(shared), "right": shared.new_zeros(names, self.bottleneck, width)}
 
-    def public(self, params: Params) -> Params:
+    def shared_only(self, params: Params) -> Params:
         return params | {"right": torch.zeros_like(params["right"])}
 
-    def classes(self, task: Task, params: Params) -> Tensor:
-        return super().classes(task, {"context": params["context"] + params["left"] @ params["right"]})
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
+        return super().class_vectors(task, {"context": params["context"] + params["left"] @ params["right"]})

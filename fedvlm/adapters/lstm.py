@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.base import Adapter, Limits, Task
 from fedvlm.core import Params
 from fedvlm.seeds import generator
-from fedvlm.tasks import CHARACTERS, Kind
+from fedvlm.tasks import NEXT_CHARACTER, TaskType
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,9 @@ class Lstm(Adapter):
     hidden: int = 256
     layers: int = 2
 
-    learns: ClassVar[Kind] = CHARACTERS
-    reads: ClassVar[str] = "text"
-    block: ClassVar[int] = 512
-    heavy: ClassVar[bool] = True
+    task_type: ClassVar[TaskType] = NEXT_CHARACTER
+    view: ClassVar[str] = "text"
+    limits: ClassVar[Limits] = Limits(examples=512, gpu=True)
 
     def init(self, task: Task, seed: int) -> Params:
         draw, bound, count = generator(seed, 43), self.hidden**-0.5, len(task.classes)
@@ -77,12 +76,12 @@ class Layer(torch.autograd.Function):
         return states[1:].transpose(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         states, cells, opened, inner = ctx.saved_tensors
         found = torch.empty_like(opened)
         back, state, cell = inner.mT, torch.zeros_like(states[0]), torch.zeros_like(cells[0])
         for t in reversed(range(len(opened))):
-            state = state + slopes[0][:, t]
+            state = state + gradients[0][:, t]
             i, f, g, o = opened[t].chunk(4, -1)
             bent = cells[t + 1].tanh()
             cell = cell + state * o * (1 - bent * bent)

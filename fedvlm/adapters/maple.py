@@ -52,7 +52,7 @@ class Maple(Layered):
         top = towers_of(task, self.precision).image.last(self.layers)
         return F.normalize(top.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
 
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         reader, context = towers_of(task, self.precision).text, params["context"]
         prompts = plan(reader, task.classes, context.shape[2], "end")
         return reader.features(prompts, context, deep=params.get("deep"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task, classifier
+from fedvlm.adapters.base import Adapter, Task, initial_classifier
 from fedvlm.core import Params, linear
 from fedvlm.seeds import generator
 
@@ -20,13 +20,13 @@ from fedvlm.seeds import generator
 @dataclass(frozen=True)
 class Mlp(Adapter):
     private: tuple[str, ...] = ("u", "u0", "v", "v0")
-    init_from: Literal["text", "random"] = "text"  # where the classifier starts
+    init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
 
     def init(self, task: Task, seed: int) -> Params:
         d = task.dim
         u = (torch.rand(d, d, generator=generator(seed, 3)) * 2 - 1) * d**-0.5
         private = {"u": u, "u0": torch.zeros(d), "v": torch.zeros(d, d), "v0": torch.zeros(d)}
-        return {"head": classifier(task, self.init_from, seed)} | private
+        return {"head": initial_classifier(task, self.init_from, seed)} | private
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         hidden = torch.relu(linear(x, params["u"], params["u0"]))

@@ -61,7 +61,7 @@ class Mma(Layered):
         top = towers_of(task, self.precision).image.last(self.layers)
         return F.normalize(top.features(x, beside=self.beside(params, "image")).to(kind(params)), dim=-1)
 
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         reader, layers = towers_of(task, self.precision).text, params["middle"].shape[1]
         plan, hidden = read(reader, phrases(task), layers)
         return reader.above(hidden, plan, beside=self.beside(params, "text")).to(kind(params))

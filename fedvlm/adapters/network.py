@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.base import Adapter, Limits, Task
 from fedvlm.core import Batch, Params
 from fedvlm.seeds import key
 
@@ -31,9 +31,9 @@ class Follow(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (away,) = ctx.saved_tensors
-        return slopes[0], away, None
+        return gradients[0], away, None
 
 
 class Norm(nn.Module):
@@ -62,9 +62,7 @@ class Norm(nn.Module):
 class Network(Adapter):
     """`build` gives the module: called with (x, real), it returns logits and features of one model."""
 
-    block: ClassVar[int] = 32
-    heavy: ClassVar[bool] = True
-    most: ClassVar[int] = 1
+    limits: ClassVar[Limits] = Limits(examples=32, clients=1, gpu=True)
 
     def build(self, task: Task) -> nn.Module:
         raise NotImplementedError
@@ -97,10 +95,10 @@ class Network(Adapter):
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return self.each(task, params, x)[0]
 
-    def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        return self.both(task, params, batch)[0]
+    def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
+        return self.logits_and_aligned(task, params, batch)[0]
 
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         return self.each(task, params, batch.x, batch.weight)
 
 

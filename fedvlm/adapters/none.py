@@ -11,10 +11,10 @@ from fedvlm.core import Params
 
 @dataclass(frozen=True)
 class Nothing(Adapter):
-    opens: ClassVar[bool] = True
+    open_vocabulary: ClassVar[bool] = True
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * x @ task.names().mT
 
-    def fold(self, task: Task, params: Params) -> Tensor | None:
+    def to_linear(self, task: Task, params: Params) -> Tensor:
         return task.scale * task.names()

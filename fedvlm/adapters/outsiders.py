@@ -9,15 +9,14 @@ An outsider's noun belongs to its place: where the server moves contexts between
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import READ, Task
+from fedvlm.adapters.base import TEXT_FEATURES, Task
 from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
-from fedvlm.evaluate.detection import SCORES, mcm
+from fedvlm.metrics.detection import mcm, scores_of
 from fedvlm.tasks import Objective
 
 
@@ -28,9 +27,6 @@ class Outsiders(Prompt):
     fusion: float = 0.2  # ρ, the global context's part in a class's prompt
     count: int = 100  # U, outsider prompts
     candidates: int = 0  # nouns to choose outsiders from, spread over WordNet's; 0 is all
-
-    pairs: ClassVar[bool] = True
-    reads_nouns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.fusion <= 1:
@@ -45,30 +41,33 @@ class Outsiders(Prompt):
         away = start[:1].expand(self.count, *start.shape[1:])
         return {"context": start, "own": start.clone(), "outsiders": away.clone()}
 
-    def public(self, params: Params) -> Params:
+    def shared_only(self, params: Params) -> Params:
         return params | {"own": params["context"]}
 
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         own, shared = params["own"], params["context"]
-        return super().classes(task, {"context": own + self.fusion * (shared - own)})
+        return super().class_vectors(task, {"context": own + self.fusion * (shared - own)})
 
     def prompts(self, task: Task, params: Params) -> Tensor:
         """Of the classes, then of the outsiders: [clients, C + U, dim]."""
         tower, away = self.tower(task), params["outsiders"]
         nouns = tower.features(plan(tower, task.nouns[: self.count], away.shape[2], self.position), away)
-        classes = self.classes(task, params)
+        classes = self.class_vectors(task, params)
         return torch.cat([part.expand(max(len(nouns), len(classes)), -1, -1) for part in (classes, nouns)], dim=1)
 
-    def read(self, task: Task, params: Params, before: Params) -> Params:
+    def prepare(self, task: Task, params: Params, before: Params) -> Params:
         if not (before and torch.equal(before["outsiders"], params["outsiders"])):
-            return params | {READ: self.prompts(task, params)}
-        own, nouns = self.classes(task, params), before[READ][:, len(task.classes) :]  # outsiders are everybody's
-        return params | {READ: torch.cat([own, nouns.expand(len(own), -1, -1)], dim=1)}
+            return params | {TEXT_FEATURES: self.prompts(task, params)}
+        own, nouns = (
+            self.class_vectors(task, params),
+            before[TEXT_FEATURES][:, len(task.classes) :],
+        )  # outsiders are everybody's
+        return params | {TEXT_FEATURES: torch.cat([own, nouns.expand(len(own), -1, -1)], dim=1)}
 
-    def training(self, task: Task, params: Params, batch: Batch) -> Tensor:
+    def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
         return task.scale * batch.x @ self.prompts(task, params).mT
 
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         text = self.prompts(task, params)
         return task.scale * batch.x @ text.mT, text[:, : len(task.classes)]
 
@@ -81,7 +80,7 @@ class Outsiders(Prompt):
             raise FedvlmError(f"objective={objective}: adapter=outsiders has a loss of its own; leave objective out")
         return batch.mean(self.losses(logits, batch.y))
 
-    def inside(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        every = params[READ] if READ in params else self.prompts(task, params)
+    def detection_scores(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
+        every = params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
         logits, classes = task.scale * x @ every.mT, len(task.classes)
-        return {k: score(logits[..., :classes]) for k, score in SCORES.items()} | {"mcm": mcm(logits, classes=classes)}
+        return scores_of(logits[..., :classes]) | {"mcm": mcm(logits, classes=classes)}

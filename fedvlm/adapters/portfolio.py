@@ -1,13 +1,12 @@
 """PromptFolio (Pan et al., 2024): a shared and a private context, their class features mixed like a portfolio.
 
-text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Both contexts start alike; a newcomer, who has no own,
+text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Towers contexts start alike; a newcomer, who has no own,
 takes the shared one for both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,8 +21,6 @@ class Portfolio(Prompt):
     private: tuple[str, ...] = ("own",)
     share: float = 0.4  # θ, of the private context
 
-    pairs: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise FedvlmError(f"share={self.share:g} must be between 0 and 1")
@@ -32,9 +29,9 @@ class Portfolio(Prompt):
         start = super().init(task, seed)["context"]
         return {"context": start, "own": start.clone()}
 
-    def public(self, params: Params) -> Params:
+    def shared_only(self, params: Params) -> Params:
         return params | {"own": params["context"]}
 
-    def classes(self, task: Task, params: Params) -> Tensor:
-        shared, own = (super(Portfolio, self).classes(task, {"context": params[k]}) for k in ("context", "own"))
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
+        shared, own = (super(Portfolio, self).class_vectors(task, {"context": params[k]}) for k in ("context", "own"))
         return F.normalize((1 - self.share) * shared + self.share * own, dim=-1)

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.backbones.text import Plan, TextTower
+from fedvlm.adapters.base import TEXT_FEATURES, Adapter, Limits, Task, class_vectors
+from fedvlm.backbones.text import PromptPlan, TextTower
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import generator
 
@@ -28,15 +28,14 @@ class Prompt(Adapter):
     phrase: str = ""  # words to start from, in place of noise
     precision: Literal["full", "half"] = "full"  # half: the frozen tower is bfloat16, what is learned stays float32
 
-    needs: ClassVar[str] = "text tower"
-    aligns: ClassVar[str] = "classes"
-    reads_words: ClassVar[bool] = True
-    heavy: ClassVar[bool] = True
-    most: ClassVar[int] = 8
-    block: ClassVar[int] = 1 << 16  # every prompt is read once for all examples
+    requires: ClassVar[str] = "text tower"
+    alignment: ClassVar[Literal["images", "classes"]] = "classes"
+    limits: ClassVar[Limits] = Limits(
+        examples=1 << 16, clients=8, gpu=True
+    )  # prompts are encoded once for all examples
 
     @property
-    def opens(self) -> bool:
+    def open_vocabulary(self) -> bool:  # type: ignore[override]
         return not self.specific
 
     def init(self, task: Task, seed: int) -> Params:
@@ -48,18 +47,21 @@ class Prompt(Adapter):
         context = start.to(torch.get_default_dtype()).repeat(len(task.classes) if self.specific else 1, 1, 1)
         return {"context": context}
 
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         tower, context = self.tower(task), params["context"]
         return tower.features(plan(tower, task.classes, context.shape[2], self.position), context)
 
+    def prepare(self, task: Task, params: Params, before: Params) -> Params:
+        return params | {TEXT_FEATURES: self.class_vectors(task, params)}
+
     def tower(self, task: Task) -> TextTower:
-        return text_tower(task) if self.precision == "full" else halved(text_tower(task))
+        return text_tower(task) if self.precision == "full" else to_bfloat16(text_tower(task))
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * x @ self.known(task, params).mT
+        return task.scale * x @ class_vectors(self, task, params).mT
 
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        text = self.classes(task, params)  # read once
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        text = self.class_vectors(task, params)  # encoded once
         return task.scale * batch.x @ text.mT, text
 
 
@@ -70,10 +72,10 @@ def text_tower(task: Task) -> TextTower:
 
 
 @lru_cache(maxsize=4)
-def halved(tower: TextTower) -> TextTower:
+def to_bfloat16(tower: TextTower) -> TextTower:
     return tower.to(dtype=torch.bfloat16)
 
 
 @lru_cache(maxsize=32)
-def plan(tower: TextTower, classes: tuple[str, ...], context: int, position: str) -> Plan:
+def plan(tower: TextTower, classes: tuple[str, ...], context: int, position: str) -> PromptPlan:
     return tower.plan([c.replace("_", " ") for c in classes], context, position)

@@ -30,7 +30,7 @@ class ResNet(Network):
     width: int = 64  # channels of the first stage
     start: str = ""  # a .safetensors file to start from
 
-    reads: ClassVar[str] = "pixels"
+    view: ClassVar[str] = "pixels"
 
     def build(self, task: Task) -> nn.Module:
         return Residual(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes))

@@ -11,17 +11,17 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Adapter, Task, classifier
+from fedvlm.adapters.base import Adapter, Task, initial_classifier
 from fedvlm.core import FedvlmError, Params, linear
 
 
 @dataclass(frozen=True)
 class Rotation(Adapter):
     private: tuple[str, ...] = ("skew",)
-    init_from: Literal["text", "random"] = "text"  # where the classifier starts
+    init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
     blocks: int = 1  # block-diagonal with this many blocks; 1 is the dense map
 
-    watches: ClassVar[tuple[str, ...]] = ("condition",)
+    diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
 
     def init(self, task: Task, seed: int) -> Params:
         if self.blocks < 1 or task.dim % self.blocks:
@@ -29,7 +29,7 @@ class Rotation(Adapter):
                 f"blocks={self.blocks} does not divide the embedding ({task.dim}); try a power of two up to {task.dim}"
             )
         size = task.dim // self.blocks
-        return {"head": classifier(task, self.init_from, seed), "skew": torch.zeros(self.blocks, size, size)}
+        return {"head": initial_classifier(task, self.init_from, seed), "skew": torch.zeros(self.blocks, size, size)}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return rotate(params["skew"], x)
@@ -40,7 +40,7 @@ class Rotation(Adapter):
     def diagnose(self, task: Task, params: Params) -> Params:
         return {"condition": torch.linalg.cond(cayley(params["skew"])).amax(-1)}
 
-    def fold(self, task: Task, params: Params) -> Tensor | None:
+    def to_linear(self, task: Task, params: Params) -> Tensor:
         head, maps = params["head"], cayley(params["skew"])
         parts = head.unflatten(-1, (maps.shape[-3], maps.shape[-1])).transpose(-3, -2)
         return task.scale * (parts @ maps).transpose(-3, -2).flatten(-2)

@@ -19,9 +19,9 @@ from fedvlm.core import FedvlmError, Params
 
 @dataclass(frozen=True)
 class Tower(Network):
-    reads: ClassVar[str] = "pixels"
-    needs: ClassVar[str] = "image tower"
-    opens: ClassVar[bool] = True
+    view: ClassVar[str] = "pixels"
+    requires: ClassVar[str] = "image tower"
+    open_vocabulary: ClassVar[bool] = True
 
     def module(self, task: Task) -> nn.Module:
         if task.tower is None:

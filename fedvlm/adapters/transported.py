@@ -5,7 +5,7 @@ For an image and a class, T moves mass between the N patches and the two prompts
 ε = 0.1, no gradient through T).  logits = scale · Σ T·cos over patches and prompts. As in the public code that is not
 divided by γ: two prompts that fit every patch give γ · scale, where PromptFL gives scale.
 
-The two contexts start from draws of their own: alike, they would get the same half of every patch and the same slopes. A
+The two contexts start from draws of their own: alike, they would get the same half of every patch and the same gradients. A
 newcomer, who has no own, takes the shared one for both.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import READ, Task
+from fedvlm.adapters.base import TEXT_FEATURES, Limits, Task
 from fedvlm.adapters.prompt import Prompt
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import key
@@ -34,9 +34,8 @@ class Transported(Prompt):
     epsilon: float = 0.1  # the plan's entropy
     iterations: int = 100  # at most, for a plan
 
-    reads: ClassVar[str] = "patches"
-    pairs: ClassVar[bool] = True
-    block: ClassVar[int] = 512
+    view: ClassVar[str] = "patches"
+    limits: ClassVar[Limits] = Limits(examples=512, clients=8, gpu=True)
 
     def __post_init__(self) -> None:
         if not (0 < self.mass <= 1 and self.epsilon > 0 and self.iterations > 0):
@@ -47,27 +46,29 @@ class Transported(Prompt):
     def init(self, task: Task, seed: int) -> Params:
         return super().init(task, seed) | {"own": super().init(task, key(seed, 53))["context"]}
 
-    def public(self, params: Params) -> Params:
+    def shared_only(self, params: Params) -> Params:
         return params | {"own": params["context"]}
 
     def prompts(self, task: Task, params: Params) -> Tensor:
         """The class vectors of both contexts, [clients, 2, classes, dim]; a context that is one for all is read once."""
-        both = (super(Transported, self).classes(task, {"context": params[k]}) for k in ("context", "own"))
+        both = (super(Transported, self).class_vectors(task, {"context": params[k]}) for k in ("context", "own"))
         return torch.stack(torch.broadcast_tensors(*both), 1)
 
-    def classes(self, task: Task, params: Params) -> Tensor:
+    def class_vectors(self, task: Task, params: Params) -> Tensor:
         return F.normalize(self.prompts(task, params).mean(1), dim=-1)
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x[:, :, 0].to(params["context"])
 
-    def read(self, task: Task, params: Params, before: Params) -> Params:
-        return params | {READ: self.prompts(task, params)}
+    def prepare(self, task: Task, params: Params, before: Params) -> Params:
+        return params | {TEXT_FEATURES: self.prompts(task, params)}
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.match(x, params[READ] if READ in params else self.prompts(task, params))
+        return task.scale * self.match(
+            x, params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
+        )
 
-    def both(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         text = self.prompts(task, params)
         return task.scale * self.match(batch.x, text), F.normalize(text.mean(1), dim=-1)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import Limits, Task
 from fedvlm.adapters.network import Network, Norm, scaled
-from fedvlm.tasks import MASKS, Kind
+from fedvlm.tasks import SEGMENTATION, TaskType
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class UNet(Network):
     levels: int = 4
     norm: Literal["instance", "batch"] = "instance"
 
-    learns: ClassVar[Kind] = MASKS
-    reads: ClassVar[str] = "pixels"
-    block: ClassVar[int] = 8
+    task_type: ClassVar[TaskType] = SEGMENTATION
+    view: ClassVar[str] = "pixels"
+    limits: ClassVar[Limits] = Limits(examples=8, clients=1, gpu=True)
 
     def build(self, task: Task) -> nn.Module:
         return Halving(self.width, self.levels, Norm if self.norm == "batch" else Alone)

@@ -1,32 +1,36 @@
-"""What a frozen encoder must offer. A black box offers images → embeddings and nothing else."""
+"""The interface of a frozen encoder. A black box offers images → embeddings and nothing else."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedvlm.backbones.text import TextTower
+from fedvlm.backbones.vision import Towers
 from fedvlm.core import FedvlmError
 
-PIXELS = 64_000_000  # an image larger than this is refused before it is decoded
+PIXELS = 64_000_000  # an image with more pixels is refused before it is decoded
+
+Tower = nn.Module | TextTower | Towers  # the module is hf.ImageTower, CLIP's image tower from raw pixels
 
 
-class Form(NamedTuple):
-    """What one image is in a view: its shape, and the numbers it is kept as."""
+class ViewFormat(NamedTuple):
+    """Shape and stored data type of one image in a view."""
 
     shape: tuple[int, ...]
-    kind: str = "<f4"
+    dtype: str = "<f4"  # a NumPy type string
 
 
 class Backbone(Protocol):
     name: str  # as the user gave it
-    fingerprint: str  # changes whenever the numbers would: keys the feature store
-    dim: int
+    fingerprint: str  # hash of all that determines the embeddings; keys the feature store
+    dim: int  # length of an embedding; 0 where there are none
     scale: float  # logit scale
-    black_box: bool  # only embeddings come out: no gradients, no tokens
+    black_box: bool  # returns embeddings only: no gradients, no tokens
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         """L2-normalised embeddings [images, dim], float32."""
@@ -37,63 +41,82 @@ class Backbone(Protocol):
         ...
 
 
-def form(backbone: Backbone, view: str) -> Form:
-    """Everybody has embeddings; what else there is, the backbone says."""
-    if view == "embedding" and not isinstance(backbone, Sees):
-        return Form((backbone.dim,))
-    found = backbone.form(view) if isinstance(backbone, Sees) else None
+@runtime_checkable
+class HasViews(Protocol):
+    """A backbone with views of an image other than its embedding."""
+
+    def view_format(self, view: str) -> ViewFormat | None:
+        """None where there is no such view."""
+        ...
+
+    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
+        """The images in that view, [images, …]."""
+        ...
+
+
+def view_format(backbone: Backbone, view: str) -> ViewFormat:
+    """The format of the backbone's view, or an error where it has no such view."""
+    if isinstance(backbone, HasViews):
+        found = backbone.view_format(view)
+    else:
+        found = ViewFormat((backbone.dim,)) if view == "embedding" else None
     if found is None:
-        gives = "embeddings only: it is a black box" if backbone.black_box else f"no {view}"
-        raise FedvlmError(
-            f"backbone={backbone.name} gives {gives}, "
-            f"and this adapter reads {view}; adapters head, attention, rotation, linear and mlp read embeddings"
-        )
+        raise _no_such_view(backbone, view)
     return found
 
 
-def look(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor:
+def encode_view(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor:
     """The images in that view, [images, …]."""
-    return backbone.images(images) if view == "embedding" else backbone.encode(images, view)  # type: ignore[attr-defined]
+    if view == "embedding":
+        return backbone.images(images)
+    if not isinstance(backbone, HasViews):
+        raise _no_such_view(backbone, view)
+    return backbone.encode(images, view)
 
 
-def towers(backbone: Backbone, needed: str) -> Any:
-    """A CLIP's own image or text tower, or both; None where none is needed."""
+def _no_such_view(backbone: Backbone, view: str) -> FedvlmError:
+    gives = "embeddings only: it is a black box" if backbone.black_box else f"no {view}"
+    return FedvlmError(
+        f"backbone={backbone.name} gives {gives}, "
+        f"and this adapter reads {view}; adapters head, attention, rotation, linear and mlp read embeddings"
+    )
+
+
+def tower_of(backbone: Backbone, needed: str) -> Tower | None:
+    """The "image tower", "text tower" or "both towers" of a CLIP, as `needed` says; None where that is ""."""
     if not needed:
         return None
-    found = getattr(backbone, needed.replace(" ", "_"), None)
+    found: Tower | None = getattr(backbone, needed.replace(" ", "_"), None)
     if found is None:
         what = needed.replace("both", "image and text")
         raise FedvlmError(
-            f"backbone={backbone.name} has no {what} to give, and this adapter needs it; use a CLIP in Hugging Face format"
+            f"backbone={backbone.name} has no {what} to give, and this adapter needs it; "
+            "use a CLIP in Hugging Face format"
         )
     return found
 
 
-@runtime_checkable
-class Sees(Protocol):
-    """A backbone with more to show than embeddings."""
+def checked_embeddings(embeddings: object, count: int, source: str, dim: int = 0) -> Tensor:
+    """The output of an external encoder as L2-normalised float32 [count, dim], or an error that names `source`.
 
-    def form(self, view: str) -> Form | None: ...
-
-    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor: ...
-
-
-def checked(embeddings: Any, count: int, who: str, dim: int = 0) -> Tensor:
-    """What somebody else's encoder returned, as L2-normalised float32 [count, dim] (0: any), or an error.
-
-    Rows are scaled by their largest number first: neither huge nor tiny ones may become a silent zero."""
+    dim=0 accepts any length. Rows are first divided by their largest magnitude, so that the squares in the norm neither
+    overflow nor underflow to 0."""
     try:
         found = embeddings if isinstance(embeddings, Tensor) else torch.from_numpy(np.array(embeddings, order="C"))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FedvlmError(f"{who}: returned {type(embeddings).__name__}, not an array of numbers [n, dim]") from error
+        raise FedvlmError(
+            f"{source}: returned {type(embeddings).__name__}, not an array of numbers [n, dim]"
+        ) from error
     shape = tuple(found.shape)
     if not found.is_floating_point():
-        raise FedvlmError(f"{who}: returned {found.dtype}; embeddings must be floating point")
+        raise FedvlmError(f"{source}: returned {found.dtype}; embeddings must be floating point")
     if found.ndim != 2 or shape[0] != count or 0 in shape[1:] or (dim and shape[1] != dim):
-        raise FedvlmError(f"{who}: returned shape {shape}, expected one embedding a row, ({count}, {dim or 'dim'})")
+        raise FedvlmError(
+            f"{source}: returned shape {shape}, expected one embedding per row, ({count}, {dim or 'dim'})"
+        )
     found = found.detach().cpu().double()
     largest = found.abs().amax(dim=1, keepdim=True)
     bad = torch.nonzero(~(largest.isfinite() & (largest > 0)).flatten()).flatten().tolist()
     if bad:
-        raise FedvlmError(f"{who}: embedding {bad[0]} is all zero or not finite ({len(bad)} of {count} are)")
+        raise FedvlmError(f"{source}: embedding {bad[0]} is all zero or not finite ({len(bad)} of {count} are)")
     return F.normalize(found / largest, dim=1).float()

@@ -1,7 +1,7 @@
 """A Python function as an encoder: `module:function` or `./file.py:function`, list[PIL.Image] → numbers [n, dim].
 
 Optional attributes of the function: `scale` (logit scale, 20 by default), `fingerprint` (set it to the version of the
-weights: by default only the module's source is looked at), and `texts`, a function list[str] → numbers [n, dim].
+weights: by default only the module's source is hashed), and `texts`, a function list[str] → numbers [n, dim].
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.backbones.base import checked
+from fedvlm.backbones.base import checked_embeddings
 from fedvlm.core import FedvlmError
 
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
-class Callable:
+
+class PythonFunction:
     black_box = True
 
     def __init__(self, spec: str):
         self.name = f"python:{spec}"
-        self.who = f"backbone={self.name}"
+        self.label = f"backbone={self.name}"  # starts every error message
         where, colon, function = spec.rpartition(":")
         if not (where and colon and function):
-            raise FedvlmError(f"{self.who}: write python:module:function or python:./file.py:function")
-        module = self._guarded("does not import", _module, where)
-        self.encode = getattr(module, function, None)
-        if not callable(self.encode):
-            raise FedvlmError(f"{self.who}: {where} has no function {function!r}; write python:module:function")
+            raise FedvlmError(f"{self.label}: write python:module:function or python:./file.py:function")
+        module = self._call("does not import", _module, where)
+        found = getattr(module, function, None)
+        if not callable(found):
+            raise FedvlmError(f"{self.label}: {where} has no function {function!r}; write python:module:function")
+        self.encode: Callable[[list[Image.Image]], object] = found
         self.scale = getattr(self.encode, "scale", 20.0)
         if not isinstance(self.scale, int | float) or not 0 < self.scale < 1e6:
-            raise FedvlmError(f"{self.who}: {function}.scale is {self.scale!r}; it must be a positive number")
+            raise FedvlmError(f"{self.label}: {function}.scale is {self.scale!r}; it must be a positive number")
         version = getattr(self.encode, "fingerprint", None)
         file = Path(getattr(module, "__file__", None) or "")
         source = str(version).encode() if version else file.read_bytes() if file.is_file() else b""
@@ -50,19 +54,19 @@ class Callable:
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         if not images:
             return torch.empty(0, self.dim)
-        found = self._guarded("failed", self.encode, list(images))
-        return checked(found, len(images), self.who, self.dim)
+        found = self._call("failed", self.encode, list(images))
+        return checked_embeddings(found, len(images), self.label, self.dim)
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
-        encode = getattr(self.encode, "texts", None)
+        encode: Callable[[list[str]], object] | None = getattr(self.encode, "texts", None)
         if encode is None:
             return None
-        found = self._guarded("failed in texts", encode, list(phrases))
-        return checked(found, len(phrases), f"{self.who}: texts", self.dim)
+        found = self._call("failed in texts", encode, list(phrases))
+        return checked_embeddings(found, len(phrases), f"{self.label}: texts", self.dim)
 
     @torch.no_grad()
-    def _guarded(self, what: str, function: Any, argument: Any) -> Any:
-        """The user's own code: whatever it raises is told with its file and line."""
+    def _call(self, what: str, function: Callable[[Argument], Result], argument: Argument) -> Result:
+        """function(argument). An error in the user's code is reported with its file and line."""
         try:
             return function(argument)
         except FedvlmError:
@@ -70,7 +74,7 @@ class Callable:
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise FedvlmError(
-                f"{self.who}: {what} at {at.filename}:{at.lineno} ({type(error).__name__}: {error}); put it right there"
+                f"{self.label}: {what} at {at.filename}:{at.lineno} ({type(error).__name__}: {error}); fix it there"
             ) from error
 
 
@@ -81,9 +85,9 @@ def _module(where: str) -> ModuleType:
     if not file.is_file():
         raise FedvlmError(f"backbone=python:{where}: no such file; give the path of a .py file or a module's name")
     name = f"fedvlm_callable_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
-    plan = importlib.util.spec_from_file_location(name, file)
-    assert plan and plan.loader  # a .py file always has both
-    module = importlib.util.module_from_spec(plan)
-    sys.modules[name] = module  # dataclasses and pickles look their module up by name
-    plan.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader  # a .py file always has both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    spec.loader.exec_module(module)
     return module

@@ -1,6 +1,6 @@
 """Hugging Face models from a folder or the hub: CLIP (two towers), or a vision-only encoder (ViT, DINOv2, …).
 
-The towers load when first needed: a run whose features are stored never pays for them.
+The weights are loaded on first use, so a run whose features are all stored does not load them.
 """
 
 from __future__ import annotations
@@ -8,21 +8,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar, cast, overload
 
+import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm.backbones.base import Form
+from fedvlm.backbones.base import ViewFormat
 from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import Both, VisionTop
+from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.core import FedvlmError
+
+if TYPE_CHECKING:  # transformers takes seconds to import: only where a model is loaded
+    from transformers import CLIPModel, CLIPTokenizer, PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
@@ -38,7 +42,7 @@ def folder_of(name: str) -> Path:
         except Exception as error:
             raise FedvlmError(
                 f"backbone={name}: cannot be fetched from the hub ({type(error).__name__}). Offline, copy the model's "
-                "folder here and give its path (backbone=path/to/model), or use the embedded backbone=mini-clip"
+                "folder here and give its path (backbone=path/to/model), or use the bundled backbone=mini-clip"
             ) from error
     if not (folder / "config.json").is_file():
         raise FedvlmError(f"backbone={name}: no config.json in that folder; it must be in Hugging Face format")
@@ -50,78 +54,128 @@ def folder_of(name: str) -> Path:
     return folder
 
 
-def describe(folder: Path) -> dict:
+class VisionConfig(TypedDict, total=False):
+    image_size: int
+    patch_size: int
+    hidden_size: int
+    num_hidden_layers: int
+
+
+class ModelConfig(TypedDict, total=False):
+    """The entries of config.json that are read here."""
+
+    model_type: str
+    projection_dim: int
+    hidden_size: int
+    vision_config: VisionConfig
+
+
+def read_config(folder: Path) -> ModelConfig:
     try:
-        return json.loads((folder / "config.json").read_text())
+        return cast(ModelConfig, json.loads((folder / "config.json").read_text("utf-8")))
     except ValueError as error:
         raise FedvlmError(f"backbone={folder}: config.json is not readable ({error})") from error
 
 
-def clip_processor(where: str | Path):
-    """The PIL processor: the same pixels with and without torchvision."""
+class Normalisation(Protocol):
+    """Mean and standard deviation per channel of pixels between 0 and 1."""
+
+    @property
+    def image_mean(self) -> Sequence[float]: ...
+
+    @property
+    def image_std(self) -> Sequence[float]: ...
+
+
+class Processor(Normalisation, Protocol):
+    """The preprocessing of images: the part of transformers' image processors that is used here."""
+
+    @overload
+    def __call__(
+        self, images: list[Image.Image], *, return_tensors: Literal["pt"], **options: bool
+    ) -> Mapping[str, Tensor]: ...
+
+    @overload
+    def __call__(
+        self, images: list[Image.Image], *, return_tensors: Literal["np"], **options: bool
+    ) -> Mapping[str, np.ndarray]: ...
+
+
+def clip_processor(folder: str | Path) -> Processor:
+    """CLIP's preprocessing by PIL, which gives the same pixels with and without torchvision installed."""
     try:
-        from transformers import CLIPImageProcessorPil as Processor
-    except ImportError:
-        from transformers import CLIPImageProcessor as Processor  # type: ignore[assignment]
-    return Processor.from_pretrained(where)
+        from transformers import CLIPImageProcessorPil
+    except ImportError:  # older versions have one class, which uses PIL
+        from transformers import CLIPImageProcessor
+
+        return cast(Processor, CLIPImageProcessor.from_pretrained(folder))
+    return cast(Processor, CLIPImageProcessorPil.from_pretrained(folder))
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of the weights and the preprocessing."""
-    seen = hashlib.blake2b(digest_size=8)
+    """A hash of the weights, the configuration and the preprocessing."""
+    digest = hashlib.blake2b(digest_size=8)
     for file in [*sorted(folder.glob("*.safetensors")), folder / "config.json", folder / "preprocessor_config.json"]:
         if file.is_file():
             with file.open("rb") as stream:
                 while chunk := stream.read(1 << 24):
-                    seen.update(chunk)
-    return seen.hexdigest()
+                    digest.update(chunk)
+    return digest.hexdigest()
 
 
-def _load(kind: str, folder: Path):
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise FedvlmError(f"backbone={folder}: does not load ({str(error).splitlines()[0]})") from error
-    return model.eval().requires_grad_(False)
+Model = TypeVar("Model", bound="PreTrainedModel")
 
 
-class Towers:
-    """What the two kinds share: a folder, a fingerprint, and a model that loads when first needed."""
+class HuggingFaceModel(Generic[Model]):
+    """What CLIP and vision-only encoders share: a folder, a fingerprint, and a model that is loaded on first use."""
 
     black_box = False
-    kind: ClassVar[str]  # the transformers class
+    kind: ClassVar[str]  # name of the class in transformers
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
+
+    def load(self) -> Model:
+        """A new copy of the frozen model, float32 on the CPU."""
+        import transformers
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        kind: type[Model] = getattr(transformers, self.kind)
+        try:
+            model = kind.from_pretrained(self.folder, dtype=torch.float32, use_safetensors=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise FedvlmError(f"backbone={self.folder}: does not load ({str(error).splitlines()[0]})") from error
+        model.train(False)
+        return model.requires_grad_(False)
 
     @cached_property
     def device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @cached_property
-    def model(self) -> Any:
-        torch.backends.cudnn.allow_tf32 = False  # features are kept: they should not depend on where they were made
-        return _load(self.kind, self.folder).to(self.device)
+    def model(self) -> Model:
+        torch.backends.cudnn.allow_tf32 = False  # stored features should not depend on the device that computed them
+        model = self.load()
+        cast(nn.Module, model).to(self.device)  # in place; transformers' own `to` is not typed
+        return model
 
     def pixels(self, images: Sequence[Image.Image]) -> Tensor:
         return self.processor(images=list(images), return_tensors="pt")["pixel_values"].to(self.device)
 
     @cached_property
-    def processor(self) -> Any:
+    def processor(self) -> Processor:
         raise NotImplementedError
 
 
-class Clip(Towers):
-    """Any CLIP in Hugging Face format."""
+class Clip(HuggingFaceModel["CLIPModel"]):
+    """A CLIP in Hugging Face format."""
 
     kind = "CLIPModel"
 
     def __init__(self, name: str, folder: Path):
         super().__init__(name, folder)
-        self.dim, self.scale = int(describe(folder).get("projection_dim", 512)), self._scale()
+        self.dim, self.scale = int(read_config(folder).get("projection_dim", 512)), self._scale()
 
     def _scale(self) -> float:
         for file in self.folder.glob("*.safetensors"):
@@ -131,14 +185,15 @@ class Clip(Towers):
         raise FedvlmError(f"backbone={self.name}: its weights hold no logit_scale, so it is not a CLIP model")
 
     @cached_property
-    def processor(self) -> Any:
+    def processor(self) -> Processor:
         return clip_processor(self.folder)
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> CLIPTokenizer:
         from transformers import CLIPTokenizer
 
-        return CLIPTokenizer.from_pretrained(self.folder)
+        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
+        return tokenizer
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
@@ -147,106 +202,119 @@ class Clip(Towers):
 
     @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
-        # padding to the longest phrase is exact: the tower is causal and pooled at the end-of-text token
+        # padding changes nothing: the tower is causal, and its output is read at the end-of-text token
         tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt").to(self.device)
         pooled = self.model.text_model(**tokens).pooler_output
         return F.normalize(self.model.text_projection(pooled), dim=-1).cpu()
 
-    def form(self, view: str) -> Form | None:
-        seen = describe(self.folder).get("vision_config", {})
-        size = int(seen.get("image_size", 224))
+    @cached_property
+    def vision_config(self) -> VisionConfig:
+        return read_config(self.folder).get("vision_config", {})
+
+    def view_format(self, view: str) -> ViewFormat | None:
+        config = self.vision_config
+        size = int(config.get("image_size", 224))
+        tokens = 1 + (size // int(config.get("patch_size", 32))) ** 2  # the class token and the patches
         if view.startswith("hidden@"):
-            self.passed(view)
-            return Form((1 + (size // int(seen.get("patch_size", 32))) ** 2, int(seen.get("hidden_size", 768))))
+            self.layers_below(view)  # an error where there is no such layer
+            return ViewFormat((tokens, int(config.get("hidden_size", 768))))
         if view == "patches":
-            return Form((1 + (size // int(seen.get("patch_size", 32))) ** 2, self.dim), "<f2")
-        return {"embedding": Form((self.dim,)), "pixels": Form((3, size, size), "u1")}.get(view)
+            return ViewFormat((tokens, self.dim), "<f2")
+        return {"embedding": ViewFormat((self.dim,)), "pixels": ViewFormat((3, size, size), "u1")}.get(view)
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """Pixels as CLIP crops them, 0 … 255: a quarter of the space, and the tower scales them itself."""
+        """hidden@k and patches as below. pixels: resized and cropped as for CLIP, uint8, which takes a quarter of the
+        space of float32; ImageTower normalises them."""
         if view.startswith("hidden@"):
-            return self.hidden(images, self.passed(view))
+            return self.hidden(images, self.layers_below(view))
         if view == "patches":
             return self.patches(images)
         found = self.processor(images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt")
-        return found["pixel_values"].to(torch.uint8)  # type: ignore[no-any-return]
+        return found["pixel_values"].to(torch.uint8)
 
     @torch.no_grad()
     def patches(self, images: Sequence[Image.Image]) -> Tensor:
-        """Halves [images, 1 + patches, dim]: the embedding, then the last layer's patch tokens through the same norm and
-        projection, all L2-normalised. FedOTP's dense features; our reading is that they serve LoCoOp and GalLoP too, whose
-        code takes for a patch what the last layer would give if each token attended to itself alone."""
+        """float16 [images, 1 + patches, dim]: the embedding, then the last layer's patch tokens after the same norm and
+        projection, all L2-normalised. These are FedOTP's dense features. We use them for LoCoOp and GalLoP too, whose
+        code takes for a patch the last layer's output if each token attended to itself alone."""
         states = self.model.vision_model(pixel_values=self.pixels(images)).last_hidden_state
         found = self.model.visual_projection(self.model.vision_model.post_layernorm(states))
         return F.normalize(found, dim=-1).half().cpu()
 
-    def passed(self, view: str) -> int:
+    def layers_below(self, view: str) -> int:
         """How many layers of the image tower lie below the view hidden@k: k or, where k < 0, all but the last −k."""
-        layers, told = int(describe(self.folder).get("vision_config", {}).get("num_hidden_layers", 12)), view[7:]
-        if not told.removeprefix("-").isdecimal() or not -layers <= int(told) < layers:
+        layers, k = int(self.vision_config.get("num_hidden_layers", 12)), view.removeprefix("hidden@")
+        if not k.removeprefix("-").isdecimal() or not -layers <= int(k) < layers:
             raise FedvlmError(
                 f"{view}: the image tower of backbone={self.name} has {layers} layers, so k is a whole number from "
-                f"{-layers} to {layers - 1}; where an adapter trains the last layers, use layers=1 to {layers}, or 0 for all"
+                f"{-layers} to {layers - 1}; where an adapter trains the last layers, use layers=1 to {layers}, "
+                "or 0 for all"
             )
-        return int(told) % layers
+        return int(k) % layers
 
     @torch.no_grad()
     def hidden(self, images: Sequence[Image.Image], layers: int) -> Tensor:
-        """Activations [images, 1 + patches, width] after so many layers; 0: what enters the first."""
+        """Activations [images, 1 + patches, width] after the first `layers` layers; 0: the input of the first."""
         vision = self.model.vision_model
         x = vision.pre_layrnorm(vision.embeddings(self.pixels(images)))
         for layer in vision.encoder.layers[:layers]:
             x = layer(x, attention_mask=None)
-        return x.cpu()  # type: ignore[no-any-return]
+        states: Tensor = x.cpu()
+        return states
 
     @cached_property
-    def image_tower(self) -> nn.Module:
-        model = _load(self.kind, self.folder)
+    def image_tower(self) -> ImageTower:
+        model = self.load()
         return ImageTower(model.vision_model, model.visual_projection, self.processor)
 
     @cached_property
     def text_tower(self) -> TextTower:
-        return TextTower.of(_load(self.kind, self.folder), self.tokenizer)
+        return TextTower.of(self.load(), self.tokenizer)
 
     @cached_property
-    def both_towers(self) -> Both:
-        model = _load(self.kind, self.folder)
-        return Both(VisionTop.of(model), TextTower.of(model, self.tokenizer))
+    def both_towers(self) -> Towers:
+        model = self.load()
+        return Towers(ImageLayers.of(model), TextTower.of(model, self.tokenizer))
 
 
 class ImageTower(nn.Module):
-    """CLIP's image half from raw pixels to the embedding, not yet normalised; twice, as a network gives logits too."""
+    """CLIP's image tower, from uint8 pixels to the embedding before normalisation. The embedding is returned twice,
+    since modules of `adapters.network` return (logits, features)."""
 
-    def __init__(self, vision: nn.Module, projection: nn.Module, processor: Any):
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, vision: nn.Module, projection: nn.Linear, processor: Normalisation):
         super().__init__()
         self.vision, self.projection = vision, projection
-        for name in ("mean", "std"):
-            values = torch.tensor(getattr(processor, f"image_{name}")) * 255
-            self.register_buffer(name, values.view(3, 1, 1), persistent=False)
+        for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
+            self.register_buffer(name, (torch.tensor(values) * 255).view(3, 1, 1), persistent=False)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = ((x - self.mean) / self.std).to(self.projection.weight.dtype)  # type: ignore[operator,arg-type]
+        """`real`, which marks examples that are not padding, is ignored: there is no batch norm here."""
+        x = ((x - self.mean) / self.std).to(self.projection.weight.dtype)
         found = self.projection(self.vision(pixel_values=x).pooler_output)
         return found, found
 
 
-class Vision(Towers):
-    """A vision-only encoder: its class token."""
+class Vision(HuggingFaceModel["PreTrainedModel"]):
+    """A vision-only encoder; the embedding is its class token."""
 
     kind = "AutoModel"
 
     def __init__(self, name: str, folder: Path):
         super().__init__(name, folder)
-        self.dim = int(describe(folder).get("hidden_size", 0))
-        self.scale = 20.0  # no temperature of its own: our choice
+        self.dim = int(read_config(folder).get("hidden_size", 0))
+        self.scale = 20.0  # such a model has no logit scale; this value is our choice
         if not self.dim:
             raise FedvlmError(f"backbone={name}: its config.json names no hidden_size; is it an image encoder?")
 
     @cached_property
-    def processor(self) -> Any:
+    def processor(self) -> Processor:
         from transformers import AutoImageProcessor
 
-        return AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        found = AutoImageProcessor.from_pretrained(self.folder, backend="pil")  # type: ignore[no-untyped-call]
+        return cast(Processor, found)
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:

@@ -1,11 +1,12 @@
-"""An encoder behind HTTP: images go up, embeddings come back, the weights stay with the provider.
+"""An encoder behind HTTP: images are sent, embeddings come back, the weights stay with the provider.
 
 GET  url/info   → JSON {name, fingerprint, dim, scale, limit_images, limit_bytes, texts}
 POST url        safetensors of uint8 vectors "0", "1", …, a PNG each → safetensors, "embeddings" float32 [images, dim]
 POST url/texts  JSON {"phrases": […]}, where info says texts → safetensors, "embeddings" float32 [phrases, dim]
 
-Refusals are JSON {"error": why}. Images go as they are, lossless, never downscaled, without their EXIF. The bearer
-token is read from FEDVLM_TOKEN at every request and kept nowhere. Nothing is pickled. `server.py` is a provider.
+Errors are JSON {"error": reason}. Images are sent lossless and in full resolution, without their EXIF data. The bearer
+token is read from FEDVLM_TOKEN at every request and not stored. Nothing is pickled. `server.py` implements the
+provider.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.client import HTTPException
-from typing import Any
+from typing import Any, TypedDict, cast
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -27,20 +28,33 @@ from PIL import Image
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from fedvlm.backbones.base import checked
+from fedvlm.backbones.base import checked_embeddings
 from fedvlm.core import FedvlmError
 
 BINARY = "application/octet-stream"
 TIMEOUT = 120.0  # seconds without a byte
 TRIES = 3
-PATIENCE = 10.0  # the longest Retry-After, in seconds, that we sit out
-AT_ONCE = 64  # images a request, even where the provider takes more: a slow encoder must answer within TIMEOUT
-ENTRY = 128  # bytes: more than any entry of a safetensors header takes
+LONGEST_WAIT = 10.0  # seconds; a provider that asks by Retry-After for a longer wait is an error
+BATCH = 64  # images per request, even where the provider takes more: a slow encoder must answer within TIMEOUT
+ENTRY = 128  # bytes: an upper bound for an entry of a safetensors header
 
-INFO: dict[str, tuple[tuple[type, ...], Callable[[Any], bool]]] = {
+
+class Info(TypedDict):
+    """What a provider says about itself at /info."""
+
+    name: str
+    fingerprint: str
+    dim: int
+    scale: float
+    limit_images: int  # most images, or phrases, per request
+    limit_bytes: int  # longest body of a request
+    texts: bool  # whether POST /texts is available
+
+
+INFO: dict[str, tuple[tuple[type, ...], Callable[[Any], bool]]] = {  # type and valid values of each field
     "name": ((str,), bool),
     "fingerprint": ((str,), bool),
-    "dim": ((int,), lambda d: 0 < d <= 1 << 16),  # what a reply may weigh follows from it
+    "dim": ((int,), lambda d: 0 < d <= 1 << 16),  # bounded, since it decides how long a reply may be
     "scale": ((int, float), lambda s: 0 < s < 1e6),
     "limit_images": ((int,), lambda n: n > 0),
     "limit_bytes": ((int,), lambda n: n > 0),
@@ -48,10 +62,10 @@ INFO: dict[str, tuple[tuple[type, ...], Callable[[Any], bool]]] = {
 }
 
 
-class _Stay(HTTPRedirectHandler):
-    """urllib would carry the token along to wherever a redirect points."""
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirect: urllib would send the token along to another host."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: object) -> None:
         return None
 
 
@@ -59,18 +73,21 @@ class Endpoint:
     black_box = True
 
     def __init__(self, url: str):
-        if {"@", "?", "#"} & set(url):  # not repeated here: it may hold a secret
-            raise FedvlmError("backbone=http…: give the bare address, and a token in the variable FEDVLM_TOKEN")
+        if {"@", "?", "#"} & set(url):  # the message does not repeat it: it may hold a secret
+            raise FedvlmError(
+                "backbone=http…: give the address alone, and a token in the environment variable FEDVLM_TOKEN"
+            )
         if not url.startswith(("http://", "https://")):
             raise FedvlmError(f"backbone={url}: not an address; write http://host:port or https://host/path")
-        self.name, self.url, self.who = url, url.rstrip("/"), f"backbone={url}"
-        self.opener = build_opener(_Stay)
+        self.name, self.url = url, url.rstrip("/")
+        self.label = f"backbone={url}"  # starts every error message
+        self.opener = build_opener(_NoRedirect)
         info = self._info()
         self.dim, self.scale, self.has_texts = info["dim"], float(info["scale"]), info["texts"]
-        self.count, self.size = min(AT_ONCE, info["limit_images"]), info["limit_bytes"]
-        # hashed: what a provider calls itself must not choose the name of a file here
-        known = json.dumps(["http", info["name"], info["fingerprint"], self.dim])
-        self.fingerprint = hashlib.blake2b(known.encode(), digest_size=8).hexdigest()
+        self.batch, self.limit_bytes = min(BATCH, info["limit_images"]), info["limit_bytes"]
+        # hashed, because the fingerprint names files here and a provider's strings are untrusted
+        identity = json.dumps(["http", info["name"], info["fingerprint"], self.dim])
+        self.fingerprint = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         bodies = (
@@ -88,31 +105,32 @@ class Endpoint:
         )
         return self._embeddings("/texts", bodies, "application/json")
 
-    def _embeddings(self, route: str, bodies: Iterable[tuple[bytes, int]], kind: str) -> Tensor:
+    def _embeddings(self, route: str, bodies: Iterable[tuple[bytes, int]], content_type: str) -> Tensor:
         parts = [torch.empty(0, self.dim)]
         for body, count in bodies:
-            reply = self._request(route, BINARY, 4 * count * self.dim + 4096, body, kind)
+            reply = self._request(route, BINARY, 4 * count * self.dim + 4096, body, content_type)
             try:
                 found = unpack(reply)["embeddings"]
             except (ValueError, KeyError) as error:
-                raise FedvlmError(f"{self.who}: the reply is not safetensors with a tensor 'embeddings'") from error
+                raise FedvlmError(f"{self.label}: the reply is not safetensors with a tensor 'embeddings'") from error
             if found.dtype != np.float32:
-                raise FedvlmError(f"{self.who}: replied {found.dtype} embeddings; the provider must send float32")
-            parts.append(checked(found, count, self.who, self.dim))
+                raise FedvlmError(f"{self.label}: replied {found.dtype} embeddings; the provider must send float32")
+            parts.append(checked_embeddings(found, count, self.label, self.dim))
         return torch.cat(parts)
 
     def _batches(self, what: str, pieces: Iterable[bytes]) -> Iterator[list[bytes]]:
-        """As many as the provider's limits let through at once."""
+        """Batches as large as the provider's limits allow."""
         batch: list[bytes] = []
         used = ENTRY
         for at, piece in enumerate(pieces):
             need = len(piece) + ENTRY
-            if ENTRY + need > self.size:
+            if ENTRY + need > self.limit_bytes:
                 raise FedvlmError(
-                    f"{self.who}: {what} {at} takes {need} bytes and the provider's limit_bytes is {self.size}; "
-                    "make it smaller yourself (it is never done silently) or ask the provider for more"
+                    f"{self.label}: {what} {at} takes {need} bytes and the provider's limit_bytes is "
+                    f"{self.limit_bytes}; make it smaller (this is never done automatically) or ask the provider to "
+                    "raise the limit"
                 )
-            if batch and (len(batch) == self.count or used + need > self.size):
+            if batch and (len(batch) == self.batch or used + need > self.limit_bytes):
                 yield batch
                 batch, used = [], ENTRY
             batch.append(piece)
@@ -120,78 +138,80 @@ class Endpoint:
         if batch:
             yield batch
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> Info:
         try:
             info = json.loads(self._request("/info", "application/json", 1 << 16))
         except (ValueError, RecursionError) as error:
-            raise FedvlmError(f"{self.who}: {self.url}/info is not JSON; is it a fedvlm encode-server?") from error
-        for key, (kind, valid) in INFO.items():
+            raise FedvlmError(f"{self.label}: {self.url}/info is not JSON; is it a fedvlm encode-server?") from error
+        for key, (types, valid) in INFO.items():
             value = info.get(key) if isinstance(info, dict) else None
-            if type(value) not in kind or not valid(value):
-                raise FedvlmError(f"{self.who}: {self.url}/info says {key}={value!r:.40}; is it an encode-server?")
-        return dict(info)
+            if type(value) not in types or not valid(value):
+                raise FedvlmError(f"{self.label}: {self.url}/info says {key}={value!r:.40}; is it an encode-server?")
+        return cast(Info, info)
 
-    def _request(self, route: str, expect: str, limit: int, body: bytes | None = None, kind: str = BINARY) -> bytes:
-        """One exchange, tried again where trying again can help (encoding twice does no harm)."""
+    def _request(
+        self, route: str, expect: str, limit: int, body: bytes | None = None, content_type: str = BINARY
+    ) -> bytes:
+        """The body of the reply. Tried again after errors that may be temporary; encoding twice does no harm."""
         why, pause = "", 0.0
         for attempt in range(TRIES):
             time.sleep(pause)
             pause = 0.2 * 4**attempt
-            request = Request(self.url + route, body, {"Content-Type": kind, **_authorization(self.who)})
+            request = Request(self.url + route, body, {"Content-Type": content_type, **_authorization(self.label)})
             try:
                 with self.opener.open(request, timeout=TIMEOUT) as reply:
                     found, data = reply.headers.get_content_type(), reply.read(limit + 1)
             except HTTPError as error:
                 with error:
-                    why = f"HTTP {error.code} {_said(error)}".rstrip()
+                    why = f"HTTP {error.code} {_reason(error)}".rstrip()
                     asked = error.headers.get("Retry-After", "")
                 if error.code != 429 and error.code < 500:
-                    raise FedvlmError(f"{self.who}: {why}; {_remedy(error)}") from None
+                    raise FedvlmError(f"{self.label}: {why}; {_remedy(error)}") from None
                 if asked.isdecimal():
                     pause = float(asked)
-                if pause > PATIENCE:
-                    raise FedvlmError(f"{self.who}: {why}; it asks to come back in {asked} s: try again then") from None
-            except (OSError, ValueError, HTTPException) as error:  # ValueError: a port that is no number
+                if pause > LONGEST_WAIT:
+                    raise FedvlmError(f"{self.label}: {why}; it asks to wait {asked} s: try again then") from None
+            except (OSError, ValueError, HTTPException) as error:  # ValueError: the port is not a number
                 why = f"no answer ({getattr(error, 'reason', None) or error or type(error).__name__})"
             else:
                 if found != expect:
-                    raise FedvlmError(f"{self.who}: replied {found}, not {expect}; is it a fedvlm encode-server?")
+                    raise FedvlmError(f"{self.label}: replied {found}, not {expect}; is it a fedvlm encode-server?")
                 if len(data) > limit:
-                    raise FedvlmError(f"{self.who}: the reply is larger than the {limit} bytes it can need; refused")
+                    raise FedvlmError(f"{self.label}: the reply is larger than the {limit} bytes expected; refused")
                 return bytes(data)
-        raise FedvlmError(f"{self.who}: {why}, {TRIES} times; check that the provider runs and can be reached")
+        raise FedvlmError(f"{self.label}: {why}, {TRIES} times; check that the provider runs and can be reached")
 
 
 def unpack(body: bytes) -> dict[str, np.ndarray]:
     """The tensors of a safetensors body; ValueError for anything else."""
     try:
         return load(body)
-    except Exception as error:  # foreign bytes: whatever the parser trips over, they are not safetensors
+    except Exception as error:  # untrusted bytes: the parser may fail in any way
         raise ValueError("not a safetensors body") from error
 
 
 def _png(image: Image.Image) -> bytes:
     stream = io.BytesIO()
-    # how transparency turns into colour is the encoder's business: only what PNG cannot hold is converted here
-    held = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else image.convert("RGB")
-    held.save(stream, "PNG", compress_level=1)
+    # only modes that PNG does not have are converted: the encoder decides what to do with transparency
+    converted = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16") else image.convert("RGB")
+    converted.save(stream, "PNG", compress_level=1)
     return stream.getvalue()
 
 
-def _authorization(who: str) -> dict[str, str]:
+def _authorization(source: str) -> dict[str, str]:
     token = os.environ.get("FEDVLM_TOKEN", "").strip()
-    if not (token.isascii() and token.isprintable()):  # http.client would print it in its complaint
-        raise FedvlmError(f"{who}: FEDVLM_TOKEN holds characters that cannot go into a header; set it again")
+    if not (token.isascii() and token.isprintable()):  # the error of http.client would contain the token
+        raise FedvlmError(f"{source}: FEDVLM_TOKEN holds characters that are not allowed in a header; set it again")
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _said(error: HTTPError) -> str:
-    """The provider's own words, if it is one: short and printable."""
+def _reason(error: HTTPError) -> str:
+    """The reason in the provider's reply, shortened, printable characters only; "" where there is none."""
     try:
-        said = str(json.loads(error.read(4096))["error"])
+        reason = str(json.loads(error.read(4096))["error"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):
         return ""
-    return "(" + "".join(c for c in said if c.isprintable())[:200] + ")"
+    return "(" + "".join(c for c in reason if c.isprintable())[:200] + ")"
 
 
 def _remedy(error: HTTPError) -> str:
@@ -200,5 +220,5 @@ def _remedy(error: HTTPError) -> str:
     if error.code == 413:
         return "make the images smaller, or ask the provider to raise its limits"
     if 300 <= error.code < 400:
-        return f"it points to {error.headers.get('Location', 'elsewhere')!r}; give that address if you trust it"
-    return "is it a fedvlm encode-server, at this very address?"
+        return f"it redirects to {error.headers.get('Location', 'elsewhere')!r}; give that address if you trust it"
+    return "is there a fedvlm encode-server at this address?"

@@ -1,243 +1,313 @@
-"""Two steps of a layer on a GPU, in Triton, where torch's own take several passes over memory. Exact but for rounding.
+"""Two operations of a transformer layer on a GPU, in Triton. They equal PyTorch's up to rounding, with fewer passes
+over memory.
 
-**Attention of very many short sequences**: prompts, which look back at a prefix that others share. Tiles of general
-attention are 64 × 128 places, and a prompt has 5 to 25. Here a program takes one head of a few prompts, each as a whole:
-weights never leave the registers, and for slopes are worked out again. The prefix's keys and values are not copied to each
-prompt; queries, keys and values are read where their product left them, one behind the other, and their slopes written so.
+**Causal attention of many short sequences behind a common prefix**: the prompts of all classes, after the context that
+they share. General attention kernels use tiles of 64 × 128 positions, and a prompt has 5 to 25. Here a program computes
+one head of the few whole prompts that fit into a tile of 64 positions. Attention weights stay in registers and are
+recomputed in the backward pass. The prefix's keys and values are not copied for each prompt; queries, keys and values
+are read from the concatenated projection, and their gradients are written in the same layout.
 
-**The residual and its norm**: x + more and the layer norm of that in one pass, and one back. Weights are frozen.
+**Addition and layer norm**: x + update and the layer norm of the sum in one pass, and one pass backward. The weights of
+the norm are frozen.
 
-A result does not depend on its neighbours, and sums have a fixed order.
+A result does not depend on what else is in the batch, and sums have a fixed order.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-TILE = 64  # places that are worked on together: as many sequences as fit
-SIZES = (16, 32, 64, 128)  # of a head
-NUMBERS = (torch.bfloat16, torch.float32)
-QUICK = (torch.bfloat16,)  # whose small products a GPU has units for
+TILE = 64  # positions that one program computes: as many whole sequences as fit
+HEAD_SIZES = (16, 32, 64, 128)
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+# those with tensor cores for products this small; for others PyTorch is faster
+ATTENTION_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16,)
+
+if TYPE_CHECKING:  # Triton comes without types
+
+    class Kernel(Protocol):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]: ...
+
+        def __call__(self, *arguments: tl.tensor) -> tuple[tl.tensor, ...]: ...  # from within another kernel
+
+    def jit(function: Callable[..., object]) -> Kernel: ...
+else:
+    jit = triton.jit
 
 
 def probe(device: str = "cuda") -> None:
-    """Does everything once, on next to nothing: an error where a compiler is lacking, or the device is not known."""
+    """Runs every kernel once on tiny inputs. Fails where a compiler is missing or the device is not supported."""
     with torch.enable_grad():
-        asked = torch.zeros(1, 1, 2, 48, device=device, dtype=QUICK[0], requires_grad=True)
-        past, one = (torch.zeros(*shape, device=device, dtype=QUICK[0]) for shape in ((1, 1, 2, 1, 1, 16), (16,)))
-        torch.autograd.grad(settle(attend(asked, past), None, one, one, 1e-5)[1].sum(), asked)
+        qkv = torch.zeros(1, 1, 2, 48, device=device, dtype=ATTENTION_DTYPES[0], requires_grad=True)
+        past, ones = (
+            torch.zeros(*shape, device=device, dtype=ATTENTION_DTYPES[0]) for shape in ((1, 1, 2, 1, 1, 16), (16,))
+        )
+        torch.autograd.grad(add_and_norm(attend(qkv, past), None, ones, ones, 1e-5)[1].sum(), qkv)
 
 
-def short(x: Tensor, past: Tensor) -> bool:
-    """Whether `attend` is the way to do it, for x [clients, rows, places, …] behind this past."""
-    return x.dtype in QUICK and x.shape[2] <= TILE and past.shape[-2] <= TILE and past.shape[-1] in SIZES
+def supports(x: Tensor, past: Tensor) -> bool:
+    """Whether `attend` can be used, and is fast, for x [clients, rows, positions, …] behind this past."""
+    return (
+        x.dtype in ATTENTION_DTYPES and x.shape[2] <= TILE and past.shape[-2] <= TILE and past.shape[-1] in HEAD_SIZES
+    )
 
 
-def attend(asked: Tensor, past: Tensor) -> Tensor:
-    """asked [clients or 1, rows, places, 3 × width]: queries, keys and values; past [clients or 1, 1, 2, heads, before,
-    size]: the keys and values that all rows of a client see besides. Gives what each place sees, [clients, rows, places,
-    width]."""
-    clients, (_, rows, places, width) = max(len(asked), len(past)), asked.shape
-    flat = asked.reshape(len(asked), rows * places, width).expand(clients, -1, -1)
-    mixed = Short.apply(flat, past[:, 0].expand(clients, -1, -1, -1, -1), places)
-    return mixed.unflatten(1, (rows, places))  # type: ignore[no-any-return]
+def attend(qkv: Tensor, past: Tensor) -> Tensor:
+    """Causal attention, [clients, rows, positions, width].
+
+    qkv [clients or 1, rows, positions, 3 × width]: queries, keys and values. past [clients or 1, 1, 2, heads, past
+    length, head size]: keys and values of the prefix, which all positions of all rows of a client attend to."""
+    clients, (_, rows, positions, width) = max(len(qkv), len(past)), qkv.shape
+    flat = qkv.reshape(len(qkv), rows * positions, width).expand(clients, -1, -1)
+    mixed = _short_attention(flat, past[:, 0].expand(clients, -1, -1, -1, -1), positions)
+    return torch.unflatten(mixed, 1, (rows, positions))
 
 
-class Short(torch.autograd.Function):
-    """Of sequences that lie one behind the other."""
+class AttentionContext(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    positions: int
+
+
+class ShortAttention(torch.autograd.Function):
+    """Of concatenated sequences, [clients, rows × positions, …]."""
 
     @staticmethod
-    def forward(ctx: Any, asked: Tensor, past: Tensor, places: int) -> Tensor:
-        ctx.save_for_backward(asked, past)
-        ctx.places = places
-        out = asked.new_empty(*asked.shape[:2], asked.shape[2] // 3)
-        grid, sizes, shapes = _launch(asked, past, places)
-        _forward[grid](asked, past, out, *sizes, **shapes)
+    def forward(ctx: AttentionContext, qkv: Tensor, past: Tensor, positions: int) -> Tensor:
+        ctx.save_for_backward(qkv, past)
+        ctx.positions = positions
+        out = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+        launch = _launch(qkv, past, positions)
+        _attention_forward[launch.grid](qkv, past, out, *launch.sizes, **launch.constants)
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        asked, past = ctx.saved_tensors
-        grid, sizes, shapes = _launch(asked, past, ctx.places)
-        wanted, of_asked = ctx.needs_input_grad[1], asked.new_empty(asked.shape)
-        each = (len(asked), grid[0] // len(asked), *past.shape[1:])
-        parts = past.new_empty(each, dtype=torch.float32) if wanted else past
-        _backward[grid](asked, past, slope.contiguous(), of_asked, parts, *sizes, **shapes, WANTED=wanted)
-        return of_asked, parts.sum(1).to(past.dtype) if wanted else None, None
+    @once_differentiable
+    def backward(ctx: AttentionContext, grad_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        qkv, past = ctx.saved_tensors
+        launch = _launch(qkv, past, ctx.positions)
+        past_needed, grad_qkv = ctx.needs_input_grad[1], qkv.new_empty(qkv.shape)
+        # each tile writes its own part of the prefix's gradient; these are summed afterwards, in a fixed order
+        shape = (len(qkv), launch.grid[0] // len(qkv), *past.shape[1:])
+        grad_past = past.new_empty(shape, dtype=torch.float32) if past_needed else past
+        _attention_backward[launch.grid](
+            qkv, past, grad_out.contiguous(), grad_qkv, grad_past, *launch.sizes, **launch.constants, PAST=past_needed
+        )
+        return grad_qkv, grad_past.sum(1).to(past.dtype) if past_needed else None, None
 
 
-def _launch(asked: Tensor, past: Tensor, places: int) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """The grid of programs; counts, the scale of scores and how far apart things lie; the shapes of tiles."""
-    if asked.stride(2) != 1 or past.stride(4) != 1:
-        raise ValueError("a head's numbers must lie side by side")
-    whole = TILE // places * places  # what of a tile is used
-    counts = (asked.shape[1], places, whole, past.shape[3], past.shape[4] ** -0.5)
-    shapes = {"HEADS": past.shape[2], "SIZE": past.shape[4], "PLACES": TILE}
-    shapes |= {"BEFORE": max(16, triton.next_power_of_2(past.shape[3]))}  # a product has 16 rows at least
-    grid = (len(asked) * triton.cdiv(asked.shape[1], whole), past.shape[2])
-    return grid, (*counts, *asked.stride()[:2], *past.stride()[:4]), shapes
+_short_attention: Callable[[Tensor, Tensor, int], Tensor] = ShortAttention.apply
 
 
-@triton.jit
-def _gather(
-    asked, past, every, whole, before, of_client, of_place, past_client, past_part, past_head, past_place,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
-    """A program's places, which of them there are, and what lies there: query, key, value, and the prefix's two."""
-    tiles, head = tl.cdiv(every, whole), tl.program_id(1)
-    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * whole
-    p, b, s = tl.arange(0, PLACES)[:, None], tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
-    at_old = past + client * past_client + head * past_head + b * past_place + s
-    old_key = tl.load(at_old, mask=b < before, other=0.0)
-    old_value = tl.load(at_old + past_part, mask=b < before, other=0.0)
-    here = (p < whole) & (first + p < every)
-    at = asked + client * of_client + (first + p) * of_place + head * SIZE + s
-    query = tl.load(at, mask=here, other=0.0)
-    key = tl.load(at + HEADS * SIZE, mask=here, other=0.0)
-    value = tl.load(at + 2 * HEADS * SIZE, mask=here, other=0.0)
-    return client * every + first + p, here, query, key, value, old_key, old_value
+class Launch(NamedTuple):
+    grid: tuple[int, int]  # clients × tiles, heads
+    sizes: tuple[int | float, ...]  # the arguments `total` to `past_position_stride` of the kernels
+    constants: dict[str, int]  # compile-time sizes of tiles
 
 
-@triton.jit
-def _weights(query, key, old_key, places, before, scale, PLACES: tl.constexpr, BEFORE: tl.constexpr):
-    """Of a sequence's own places and of the prefix, for each place."""
-    p, b = tl.arange(0, PLACES), tl.arange(0, BEFORE)
+def _launch(qkv: Tensor, past: Tensor, positions: int) -> Launch:
+    if qkv.stride(2) != 1 or past.stride(4) != 1:
+        raise ValueError("the last axis of qkv and past must be contiguous")
+    used = TILE // positions * positions  # positions of a tile that hold whole sequences
+    sizes = (qkv.shape[1], positions, used, past.shape[3], past.shape[4] ** -0.5)
+    constants = {"HEADS": past.shape[2], "SIZE": past.shape[4], "POSITIONS": TILE}
+    constants["PAST_POSITIONS"] = max(16, triton.next_power_of_2(past.shape[3]))  # tl.dot needs at least 16 rows
+    grid = (len(qkv) * triton.cdiv(qkv.shape[1], used), past.shape[2])
+    return Launch(grid, (*sizes, *qkv.stride()[:2], *past.stride()[:4]), constants)
+
+
+@jit
+def _load_tile(
+    qkv: tl.tensor, past: tl.tensor, total: tl.tensor, used: tl.tensor, past_length: tl.tensor,
+    client_stride: tl.tensor, position_stride: tl.tensor,
+    past_client_stride: tl.tensor, past_part_stride: tl.tensor, past_head_stride: tl.tensor,
+    past_position_stride: tl.tensor,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, POSITIONS: tl.constexpr, PAST_POSITIONS: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """The rows of a program's positions in the output, which of them exist, and the values there: query, key, value,
+    and the prefix's keys and values."""
+    tiles, head = tl.cdiv(total, used), tl.program_id(1)
+    client, first = (tl.program_id(0) // tiles).to(tl.int64), (tl.program_id(0) % tiles).to(tl.int64) * used
+    p, b, s = tl.arange(0, POSITIONS)[:, None], tl.arange(0, PAST_POSITIONS)[:, None], tl.arange(0, SIZE)[None, :]
+    at_past = past + client * past_client_stride + head * past_head_stride + b * past_position_stride + s
+    past_key = tl.load(at_past, mask=b < past_length, other=0.0)
+    past_value = tl.load(at_past + past_part_stride, mask=b < past_length, other=0.0)
+    exists = (p < used) & (first + p < total)
+    at = qkv + client * client_stride + (first + p) * position_stride + head * SIZE + s
+    query = tl.load(at, mask=exists, other=0.0)
+    key = tl.load(at + HEADS * SIZE, mask=exists, other=0.0)
+    value = tl.load(at + 2 * HEADS * SIZE, mask=exists, other=0.0)
+    return client * total + first + p, exists, query, key, value, past_key, past_value
+
+
+@jit
+def _attention_weights(
+    query: tl.tensor, key: tl.tensor, past_key: tl.tensor,
+    positions: tl.tensor, past_length: tl.tensor, scale: tl.tensor,
+    POSITIONS: tl.constexpr, PAST_POSITIONS: tl.constexpr,
+) -> tuple[tl.tensor, ...]:  # fmt: skip
+    """Softmax weights of each position for the positions of its own sequence, and for those of the prefix."""
+    p, b = tl.arange(0, POSITIONS), tl.arange(0, PAST_POSITIONS)
     own = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    same = (p // places)[:, None] == (p // places)[None, :]
+    same = (p // positions)[:, None] == (p // positions)[None, :]
     own = tl.where(same & (p[:, None] >= p[None, :]), own, float("-inf"))
-    old = tl.dot(query, tl.trans(old_key), input_precision="ieee") * scale
-    old = tl.where((b < before)[None, :], old, float("-inf"))
-    most = tl.maximum(tl.max(own, 1), tl.max(old, 1))[:, None]
-    own, old = tl.exp(own - most), tl.exp(old - most)
-    total = (tl.sum(own, 1) + tl.sum(old, 1))[:, None]
-    return own / total, old / total
+    old = tl.dot(query, tl.trans(past_key), input_precision="ieee") * scale
+    old = tl.where((b < past_length)[None, :], old, float("-inf"))
+    largest = tl.maximum(tl.max(own, 1), tl.max(old, 1))[:, None]
+    own, old = tl.exp(own - largest), tl.exp(old - largest)
+    normaliser = (tl.sum(own, 1) + tl.sum(old, 1))[:, None]
+    return own / normaliser, old / normaliser
 
 
-@triton.jit
-def _forward(
-    asked, past, out, every, places, whole, before, scale,
-    of_client, of_place, past_client, past_part, past_head, past_place,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
-    place, here, query, key, value, old_key, old_value = _gather(
-        asked, past, every, whole, before, of_client, of_place, past_client, past_part, past_head, past_place,
-        HEADS, SIZE, PLACES, BEFORE,
+@jit
+def _attention_forward(
+    qkv: tl.tensor, past: tl.tensor, out: tl.tensor,
+    total: tl.tensor, positions: tl.tensor, used: tl.tensor, past_length: tl.tensor, scale: tl.tensor,
+    client_stride: tl.tensor, position_stride: tl.tensor,
+    past_client_stride: tl.tensor, past_part_stride: tl.tensor, past_head_stride: tl.tensor,
+    past_position_stride: tl.tensor,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, POSITIONS: tl.constexpr, PAST_POSITIONS: tl.constexpr,
+) -> None:  # fmt: skip
+    row, exists, query, key, value, past_key, past_value = _load_tile(
+        qkv, past, total, used, past_length, client_stride, position_stride,
+        past_client_stride, past_part_stride, past_head_stride, past_position_stride,
+        HEADS, SIZE, POSITIONS, PAST_POSITIONS,
     )  # fmt: skip
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
-    own, old = _weights(query, key, old_key, places, before, scale, PLACES, BEFORE)
+    own, old = _attention_weights(query, key, past_key, positions, past_length, scale, POSITIONS, PAST_POSITIONS)
     mixed = tl.dot(own.to(value.dtype), value, input_precision="ieee")
-    mixed += tl.dot(old.to(value.dtype), old_value, input_precision="ieee")
-    tl.store(out + place * (HEADS * SIZE) + at, mixed.to(value.dtype), mask=here)
+    mixed += tl.dot(old.to(value.dtype), past_value, input_precision="ieee")
+    tl.store(out + row * (HEADS * SIZE) + at, mixed.to(value.dtype), mask=exists)
 
 
-@triton.jit
-def _backward(
-    asked, past, slope, of_asked, parts, every, places, whole, before, scale,
-    of_client, of_place, past_client, past_part, past_head, past_place,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, BEFORE: tl.constexpr, WANTED: tl.constexpr,
-):  # fmt: skip
-    place, here, query, key, value, old_key, old_value = _gather(
-        asked, past, every, whole, before, of_client, of_place, past_client, past_part, past_head, past_place,
-        HEADS, SIZE, PLACES, BEFORE,
+@jit
+def _attention_backward(
+    qkv: tl.tensor, past: tl.tensor, grad_out: tl.tensor, grad_qkv: tl.tensor, grad_past: tl.tensor,
+    total: tl.tensor, positions: tl.tensor, used: tl.tensor, past_length: tl.tensor, scale: tl.tensor,
+    client_stride: tl.tensor, position_stride: tl.tensor,
+    past_client_stride: tl.tensor, past_part_stride: tl.tensor, past_head_stride: tl.tensor,
+    past_position_stride: tl.tensor,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, POSITIONS: tl.constexpr, PAST_POSITIONS: tl.constexpr,
+    PAST: tl.constexpr,
+) -> None:  # fmt: skip
+    """grad_past is written only where PAST."""
+    row, exists, query, key, value, past_key, past_value = _load_tile(
+        qkv, past, total, used, past_length, client_stride, position_stride,
+        past_client_stride, past_part_stride, past_head_stride, past_position_stride,
+        HEADS, SIZE, POSITIONS, PAST_POSITIONS,
     )  # fmt: skip
     at = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
-    down = tl.load(slope + place * (HEADS * SIZE) + at, mask=here, other=0.0)
-    own, old = _weights(query, key, old_key, places, before, scale, PLACES, BEFORE)
-    of_own = tl.dot(down, tl.trans(value), input_precision="ieee")
-    of_old = tl.dot(down, tl.trans(old_value), input_precision="ieee")
-    mean = (tl.sum(own * of_own, 1) + tl.sum(old * of_old, 1))[:, None]
-    of_own = (own * (of_own - mean) * scale).to(key.dtype)
-    of_old = (old * (of_old - mean) * scale).to(key.dtype)
+    grad = tl.load(grad_out + row * (HEADS * SIZE) + at, mask=exists, other=0.0)
+    own, old = _attention_weights(query, key, past_key, positions, past_length, scale, POSITIONS, PAST_POSITIONS)
+    grad_own = tl.dot(grad, tl.trans(value), input_precision="ieee")
+    grad_old = tl.dot(grad, tl.trans(past_value), input_precision="ieee")
+    mean = (tl.sum(own * grad_own, 1) + tl.sum(old * grad_old, 1))[:, None]
+    grad_own = (own * (grad_own - mean) * scale).to(key.dtype)  # from here on: gradients of the scores
+    grad_old = (old * (grad_old - mean) * scale).to(key.dtype)
     own, old = own.to(key.dtype), old.to(key.dtype)
-    to = of_asked + place * (3 * HEADS * SIZE) + at
-    of_query = tl.dot(of_own, key, input_precision="ieee") + tl.dot(of_old, old_key, input_precision="ieee")
-    tl.store(to, of_query.to(key.dtype), mask=here)
-    of_key = tl.dot(tl.trans(of_own), query, input_precision="ieee")
-    tl.store(to + HEADS * SIZE, of_key.to(key.dtype), mask=here)
-    of_value = tl.dot(tl.trans(own), down, input_precision="ieee")
-    tl.store(to + 2 * HEADS * SIZE, of_value.to(key.dtype), mask=here)
-    if WANTED:
-        b, s = tl.arange(0, BEFORE)[:, None], tl.arange(0, SIZE)[None, :]
-        to = parts + ((tl.program_id(0).to(tl.int64) * 2 * HEADS + tl.program_id(1)) * before + b) * SIZE + s
-        tl.store(to, tl.dot(tl.trans(of_old), query, input_precision="ieee"), mask=b < before)
-        tl.store(to + HEADS * before * SIZE, tl.dot(tl.trans(old), down, input_precision="ieee"), mask=b < before)
+    to = grad_qkv + row * (3 * HEADS * SIZE) + at
+    grad_query = tl.dot(grad_own, key, input_precision="ieee") + tl.dot(grad_old, past_key, input_precision="ieee")
+    tl.store(to, grad_query.to(key.dtype), mask=exists)
+    grad_key = tl.dot(tl.trans(grad_own), query, input_precision="ieee")
+    tl.store(to + HEADS * SIZE, grad_key.to(key.dtype), mask=exists)
+    grad_value = tl.dot(tl.trans(own), grad, input_precision="ieee")
+    tl.store(to + 2 * HEADS * SIZE, grad_value.to(key.dtype), mask=exists)
+    if PAST:
+        b, s = tl.arange(0, PAST_POSITIONS)[:, None], tl.arange(0, SIZE)[None, :]
+        to = grad_past + ((tl.program_id(0).to(tl.int64) * 2 * HEADS + tl.program_id(1)) * past_length + b) * SIZE + s
+        tl.store(to, tl.dot(tl.trans(grad_old), query, input_precision="ieee"), mask=b < past_length)
+        grad_past_value = tl.dot(tl.trans(old), grad, input_precision="ieee")
+        tl.store(to + HEADS * past_length * SIZE, grad_past_value, mask=b < past_length)
 
 
-def settle(x: Tensor, more: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + more, and its layer norm."""
-    if more is not None and more.shape != x.shape:
-        x, more = x + more, None
-    return Settle.apply(x, more, weight, bias, eps)  # type: ignore[no-any-return]
+def add_and_norm(x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + update (None: x alone), and its layer norm."""
+    if update is not None and update.shape != x.shape:
+        x, update = x + update, None
+    return _add_and_norm(x, update, weight, bias, eps)
 
 
-class Settle(torch.autograd.Function):
+class NormContext(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    has_update: bool
+
+
+class AddAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, more: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+        ctx: NormContext, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.both, x, width = more is not None, x.contiguous(), x.shape[-1]
-        total, normed = torch.empty_like(x) if ctx.both else x, torch.empty_like(x)
+        ctx.has_update, x, width = update is not None, x.contiguous(), x.shape[-1]
+        total, normed = torch.empty_like(x) if ctx.has_update else x, torch.empty_like(x)
         stats = x.new_empty(x.numel() // width, 2, dtype=torch.float32)
-        added = x if more is None else more.contiguous()
-        shapes = {"WIDTH": triton.next_power_of_2(width), "BOTH": ctx.both}
-        _settle[(len(stats),)](x, added, weight, bias, total, normed, stats, width, eps, **shapes)
+        added = x if update is None else update.contiguous()
+        constants = {"WIDTH": triton.next_power_of_2(width), "UPDATE": ctx.has_update}
+        _norm_forward[(len(stats),)](x, added, weight, bias, total, normed, stats, width, eps, **constants)
         ctx.save_for_backward(total, weight, stats)
         return total, normed
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, of_total: Tensor | None, of_normed: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: NormContext, grad_total: Tensor | None, grad_normed: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, stats = ctx.saved_tensors
-        found = of_total
-        if of_normed is not None:
-            found, width, down = torch.empty_like(total), total.shape[-1], of_normed.contiguous()
-            over = down if of_total is None else of_total.contiguous()
-            shapes = {"WIDTH": triton.next_power_of_2(width), "BOTH": of_total is not None}
-            _unsettle[(len(stats),)](total, weight, stats, over, down, found, width, **shapes)
-        return found, found if ctx.both else None, None, None, None
+        grad = grad_total
+        if grad_normed is not None:
+            grad, width, grad_normed = torch.empty_like(total), total.shape[-1], grad_normed.contiguous()
+            direct = grad_normed if grad_total is None else grad_total.contiguous()
+            constants = {"WIDTH": triton.next_power_of_2(width), "DIRECT": grad_total is not None}
+            _norm_backward[(len(stats),)](total, weight, stats, direct, grad_normed, grad, width, **constants)
+        return grad, grad if ctx.has_update else None, None, None, None
 
 
-@triton.jit
-def _settle(
-    x, more, weight, bias, total, normed, stats, width, eps, WIDTH: tl.constexpr, BOTH: tl.constexpr
-):  # fmt: skip
+_add_and_norm: Callable[[Tensor, Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]] = AddAndNorm.apply
+
+
+@jit
+def _norm_forward(
+    x: tl.tensor, update: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    total: tl.tensor, normed: tl.tensor, stats: tl.tensor, width: tl.tensor, eps: tl.tensor,
+    WIDTH: tl.constexpr, UPDATE: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row. `update` is read, and `total` written, only where UPDATE."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    here, place = at < width, row * width + at
-    value = tl.load(x + place, mask=here, other=0.0)
-    if BOTH:
-        value += tl.load(more + place, mask=here, other=0.0)
-        tl.store(total + place, value, mask=here)
+    exists, place = at < width, row * width + at
+    value = tl.load(x + place, mask=exists, other=0.0)
+    if UPDATE:
+        value += tl.load(update + place, mask=exists, other=0.0)
+        tl.store(total + place, value, mask=exists)
     wide = value.to(tl.float32)
     mean = tl.sum(wide, 0) / width
-    away = tl.where(here, wide - mean, 0.0)
-    inverse = tl.rsqrt(tl.sum(away * away, 0) / width + eps)
-    scale = tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-    shift = tl.load(bias + at, mask=here, other=0.0).to(tl.float32)
-    tl.store(normed + place, (away * inverse * scale + shift).to(value.dtype), mask=here)
+    centred = tl.where(exists, wide - mean, 0.0)
+    inverse = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+    scale = tl.load(weight + at, mask=exists, other=0.0).to(tl.float32)
+    shift = tl.load(bias + at, mask=exists, other=0.0).to(tl.float32)
+    tl.store(normed + place, (centred * inverse * scale + shift).to(value.dtype), mask=exists)
     tl.store(stats + 2 * row, mean)
     tl.store(stats + 2 * row + 1, inverse)
 
 
-@triton.jit
-def _unsettle(
-    total, weight, stats, of_total, of_normed, found, width, WIDTH: tl.constexpr, BOTH: tl.constexpr
-):  # fmt: skip
+@jit
+def _norm_backward(
+    total: tl.tensor, weight: tl.tensor, stats: tl.tensor, grad_total: tl.tensor, grad_normed: tl.tensor,
+    grad: tl.tensor, width: tl.tensor, WIDTH: tl.constexpr, DIRECT: tl.constexpr,
+) -> None:  # fmt: skip
+    """One row. The gradient `grad_total`, which does not pass through the norm, is added only where DIRECT."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    here, place = at < width, row * width + at
+    exists, place = at < width, row * width + at
     mean, inverse = tl.load(stats + 2 * row), tl.load(stats + 2 * row + 1)
-    value = tl.load(total + place, mask=here, other=0.0)
-    unit = tl.where(here, (value.to(tl.float32) - mean) * inverse, 0.0)
-    down = tl.load(of_normed + place, mask=here, other=0.0).to(tl.float32)
-    down *= tl.load(weight + at, mask=here, other=0.0).to(tl.float32)
-    out = inverse * (down - tl.sum(down, 0) / width - unit * (tl.sum(down * unit, 0) / width))
-    if BOTH:
-        out += tl.load(of_total + place, mask=here, other=0.0).to(tl.float32)
-    tl.store(found + place, out.to(value.dtype), mask=here)
+    value = tl.load(total + place, mask=exists, other=0.0)
+    unit = tl.where(exists, (value.to(tl.float32) - mean) * inverse, 0.0)
+    grad_unit = tl.load(grad_normed + place, mask=exists, other=0.0).to(tl.float32)
+    grad_unit *= tl.load(weight + at, mask=exists, other=0.0).to(tl.float32)
+    out = inverse * (grad_unit - tl.sum(grad_unit, 0) / width - unit * (tl.sum(grad_unit * unit, 0) / width))
+    if DIRECT:
+        out += tl.load(grad_total + place, mask=exists, other=0.0).to(tl.float32)
+    tl.store(grad + place, out.to(value.dtype), mask=exists)

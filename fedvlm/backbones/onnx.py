@@ -1,7 +1,8 @@
 """An ONNX image encoder run by onnxruntime: float32 pixels [n, 3, height, width] in, embeddings [n, dim] out.
 
-Beside the model may lie `preprocessor_config.json` (Hugging Face CLIP format: size, crop, mean, std) and
-`classes.json`, {"scale": 20.5}, the logit scale. Without the first: the input's own size, with CLIP's mean and std.
+Two optional files in the model's folder: `preprocessor_config.json` (Hugging Face CLIP format: size, crop, mean, std;
+by default the model's input size and CLIP's mean and std) and `classes.json`, {"scale": 20.5}, the logit scale (20 by
+default).
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.backbones.base import checked
+from fedvlm.backbones.base import checked_embeddings
 from fedvlm.backbones.hf import clip_processor
 from fedvlm.core import FedvlmError
 
+if TYPE_CHECKING:
+    Json = dict[str, "Json"] | list["Json"] | str | float | bool | None
+
 SIDECAR = "preprocessor_config.json"
-CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+CLIP_NORMALISATION: dict[str, Json] = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 
 
 class Onnx:
@@ -32,42 +39,44 @@ class Onnx:
 
     def __init__(self, path: Path):
         self.name = f"onnx:{path}"
-        self.who = f"backbone={self.name}"
+        self.label = f"backbone={self.name}"  # starts every error message
         try:
             import onnxruntime
         except ImportError as error:
-            raise FedvlmError(f'{self.who}: needs onnxruntime; pip install "fedvlm[onnx]"') from error
+            raise FedvlmError(f'{self.label}: needs onnxruntime; pip install "fedvlm[onnx]"') from error
         path = path.expanduser()
         if not path.is_file():
-            raise FedvlmError(f"{self.who}: no such file; give the path of an .onnx model")
+            raise FedvlmError(f"{self.label}: no such file; give the path of an .onnx model")
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()  # OMP_NUM_THREADS holds here too
+        options.intra_op_num_threads = torch.get_num_threads()  # so that OMP_NUM_THREADS limits onnxruntime too
         options.log_severity_level = 4
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors share no base class
-            raise FedvlmError(f"{self.who}: onnxruntime cannot load it ({error})") from error
-        self.input, self.batch, height, width = self._pixels()
-        config = _config(path.parent / SIDECAR, height, width, self.who)
-        with tempfile.TemporaryDirectory() as folder:  # one way in, for a sidecar found and a sidecar made up
-            (Path(folder) / SIDECAR).write_text(json.dumps(config))
+            raise FedvlmError(f"{self.label}: onnxruntime cannot load it ({error})") from error
+        self.input, self.batch, height, width = self._input()
+        config = _config(path.parent / SIDECAR, height, width, self.label)
+        with tempfile.TemporaryDirectory() as folder:  # the processor is built from a file, which may not exist
+            (Path(folder) / SIDECAR).write_text(json.dumps(config), "utf-8")
             try:
                 self.processor = clip_processor(folder)
             except (TypeError, ValueError) as error:
-                raise FedvlmError(f"{self.who}: {SIDECAR} is not in CLIP's format ({error})") from error
+                raise FedvlmError(f"{self.label}: {SIDECAR} is not in CLIP's format ({error})") from error
         classes = path.parent / "classes.json"
-        self.scale = _scale(classes, self.who) if classes.is_file() else 20.0
+        self.scale = _scale(classes, self.label) if classes.is_file() else 20.0
         self.fingerprint = _fingerprint(path, json.dumps([config, self.scale], sort_keys=True))
         self.dim = 0
         self.dim = self.images([Image.linear_gradient("L")]).shape[1]
 
-    def _pixels(self) -> tuple[str, int | None, int | None, int | None]:
-        """The one input's name and its batch, height and width where they are fixed."""
+    def _input(self) -> tuple[str, int | None, int | None, int | None]:
+        """The name of the only input, and its batch size, height and width; None where they are not fixed."""
         inputs = self.session.get_inputs()
         shape = inputs[0].shape if len(inputs) == 1 else []
         if len(shape) != 4 or inputs[0].type != "tensor(float)" or (isinstance(shape[1], int) and shape[1] != 3):
             found = ", ".join(f"{i.name} {i.type} {i.shape}" for i in inputs)
-            raise FedvlmError(f"{self.who}: takes {found}; export the image tower alone, float32 [n, 3, height, width]")
+            raise FedvlmError(
+                f"{self.label}: takes {found}; export the image tower alone, float32 [n, 3, height, width]"
+            )
         batch, _, height, width = (s if isinstance(s, int) and s > 0 else None for s in shape)
         return inputs[0].name, batch, height, width
 
@@ -76,56 +85,60 @@ class Onnx:
         step = self.batch or len(images) or 1
         for first in range(0, len(images), step):
             part = list(images[first : first + step])
-            part += part[-1:] * (self.batch - len(part) if self.batch else 0)  # exported for exactly this many
+            part += part[-1:] * (self.batch - len(part) if self.batch else 0)  # a fixed batch size must be met
             try:
                 pixels = self.processor(images=part, do_convert_rgb=True, return_tensors="np")["pixel_values"]
                 found = self.session.run(None, {self.input: pixels.astype(np.float32)})[0]
             except Exception as error:
-                raise FedvlmError(f"{self.who}: fails; does {SIDECAR} fit the model? ({error})") from error
-            parts.append(checked(found, len(part), f"{self.who}: its first output", self.dim))
+                raise FedvlmError(
+                    f"{self.label}: onnxruntime failed; does {SIDECAR} fit the model? ({error})"
+                ) from error
+            parts.append(checked_embeddings(found, len(part), f"{self.label}: its first output", self.dim))
         return torch.cat(parts)[: len(images)]
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         return None
 
 
-def _config(file: Path, height: int | None, width: int | None, who: str) -> dict[str, Any]:
+def _config(file: Path, height: int | None, width: int | None, source: str) -> dict[str, Json]:
     if not file.is_file():
         if not height or not width:
             raise FedvlmError(
-                f"{who}: its input has no fixed height and width; put a {SIDECAR} (Hugging Face CLIP format) beside it"
+                f"{source}: its input has no fixed height and width; "
+                f"put a {SIDECAR} (Hugging Face CLIP format) into the model's folder"
             )
-        return CLIP | {"size": {"shortest_edge": max(height, width)}, "crop_size": {"height": height, "width": width}}
-    config = _json(file, who)
-    needed = ["size", *CLIP, *(["crop_size"] if config.get("do_center_crop", True) else [])]
+        size: dict[str, Json] = {"size": {"shortest_edge": max(height, width)}}
+        return CLIP_NORMALISATION | size | {"crop_size": {"height": height, "width": width}}
+    config = _json(file, source)
+    needed = ["size", *CLIP_NORMALISATION, *(["crop_size"] if config.get("do_center_crop", True) else [])]
     missing = [k for k in needed if k not in config]
-    if missing:  # the processor would fill them in with those of another model
-        raise FedvlmError(f"{who}: {SIDECAR} lacks {', '.join(missing)}; write out CLIP's fields")
+    if missing:  # transformers would fill in defaults, which need not fit this model
+        raise FedvlmError(f"{source}: {SIDECAR} lacks {', '.join(missing)}; add these fields")
     return config
 
 
-def _scale(file: Path, who: str) -> float:
-    scale = _json(file, who).get("scale", 20.0)
+def _scale(file: Path, source: str) -> float:
+    scale = _json(file, source).get("scale", 20.0)
     if not isinstance(scale, int | float) or not 0 < scale < 1e6:
-        raise FedvlmError(f'{who}: {file.name} says scale={scale!r}; write a positive number, {{"scale": 20.5}}')
+        raise FedvlmError(f'{source}: {file.name} says scale={scale!r}; write a positive number, {{"scale": 20.5}}')
     return float(scale)
 
 
-def _json(file: Path, who: str) -> dict[str, Any]:
+def _json(file: Path, source: str) -> dict[str, Json]:
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise FedvlmError(f"{who}: {file.name} is not readable ({error})") from error
+        raise FedvlmError(f"{source}: {file.name} is not readable ({error})") from error
     if not isinstance(found, dict):
-        raise FedvlmError(f"{who}: {file.name} holds a {type(found).__name__}; it must be a JSON object")
+        raise FedvlmError(f"{source}: {file.name} holds a {type(found).__name__}; it must be a JSON object")
     return found
 
 
-def _fingerprint(path: Path, sidecars: str) -> str:
-    """Of the model, its external weights (model.onnx.data, model.onnx_data), and the sidecars."""
-    seen = hashlib.blake2b(sidecars.encode(), digest_size=8)
+def _fingerprint(path: Path, settings: str) -> str:
+    """A hash of the model, its external weights (model.onnx.data, model.onnx_data) and its settings."""
+    digest = hashlib.blake2b(settings.encode(), digest_size=8)
     for file in sorted(path.parent.glob(glob.escape(path.name) + "*")):
         with file.open("rb") as stream:
             while block := stream.read(1 << 24):
-                seen.update(block)
-    return seen.hexdigest()
+                digest.update(block)
+    return digest.hexdigest()

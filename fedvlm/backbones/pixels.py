@@ -1,4 +1,4 @@
-"""No model at all: the image itself, squeezed to a square, for networks that are trained from pixels. `pixels:SIZE`."""
+"""`pixels:SIZE`: no model. The image itself, resized to a square, for networks that are trained from pixels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.backbones.base import Form
+from fedvlm.backbones.base import ViewFormat
 from fedvlm.core import FedvlmError
 
 
@@ -23,8 +23,8 @@ class Pixels:
             )
         self.name, self.size, self.fingerprint = name, int(size), f"bicubic{size}"
 
-    def form(self, view: str) -> Form | None:
-        return Form((3, self.size, self.size), "u1") if view == "pixels" else None
+    def view_format(self, view: str) -> ViewFormat | None:
+        return ViewFormat((3, self.size, self.size), "u1") if view == "pixels" else None
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
         small = [i.convert("RGB").resize((self.size, self.size), Image.Resampling.BICUBIC) for i in images]

@@ -1,5 +1,8 @@
-"""Where examples come from: a folder (or zip) of `domain/class/image`, of `class/image`, or of `site/image/…` beside
-`site/mask/…`; a .jsonl file of who said what; or the embedded emoji."""
+"""Data sources: the list of examples, each with its domain and class, and their bytes.
+
+A source is a folder (or zip) of `domain/class/image`, of `class/image`, or of `site/image/…` with `site/mask/…`; a .jsonl
+file of texts and who said them; or the embedded emoji.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,48 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from torch import Tensor
 
 from fedvlm.backbones.base import PIXELS
 from fedvlm.core import FedvlmError
-from fedvlm.tasks import CLASSES, MASKS, Kind
+from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-ALONE = "all"  # the domain of a folder that has none
-DEEP = 4  # folders: images below are an error already at 3, and a link may lead back up
-UNREADABLE = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # RuntimeError: a zip with a password
+NO_DOMAIN = "all"  # the domain of every item where the folders name none
+MAX_DEPTH = 4  # levels of folders that are searched; bounds the search where a symbolic link forms a cycle
+UNREADABLE = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # RuntimeError: an encrypted zip
 
 
 @dataclass(frozen=True)
 class Item:
-    path: str  # inside the source, with /
+    path: str  # inside the source, separated by /
     domain: str
     label: str
-    group: str  # items of one group never stand on both sides of a split; "" is a group of its own
+    group: str  # items of one group are kept in the same split; "": the item is a group by itself
+
+
+class Embeddings(NamedTuple):
+    """Embeddings that the user computed, instead of images."""
+
+    x: Tensor  # [items, dim], L2-normalised
+    text: Tensor | None  # [classes, dim] in the order of the classes' names, L2-normalised
+    scale: float  # logit scale
 
 
 @dataclass(frozen=True)
 class Source:
     name: str
-    root: Path
+    root: Path  # a folder, or a zip or text file
     items: tuple[Item, ...]
-    kind: Kind = CLASSES
-    masks: tuple[Item, ...] = ()  # of each item, in the same order
-    tokens: np.ndarray | None = None  # of each item, where the items are text
+    task_type: TaskType = CLASSIFICATION
+    masks: tuple[Item, ...] = ()  # segmentation: the mask of each item, in the same order
+    tokens: np.ndarray | None = None  # text: the input characters of each item, [items, characters]
+    embeddings: Embeddings | None = None  # of each item, where the user computed them
 
     @property
     def domains(self) -> list[str]:
@@ -55,54 +69,64 @@ class Source:
         return sorted({i.label for i in self.items})
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Every file's bytes, in order; empty where it cannot be read."""
-        with nullcontext() if self.root.is_dir() else zipfile.ZipFile(self.root) as box:
-            for k, item in enumerate(self.items):
+        """The index and the bytes of every file, in order; the bytes are empty where the file cannot be read."""
+        with nullcontext() if self.root.is_dir() else zipfile.ZipFile(self.root) as archive:
+            for index, item in enumerate(self.items):
                 try:
-                    data = box.read(item.path) if box else (self.root / item.path).read_bytes()
+                    data = archive.read(item.path) if archive else (self.root / item.path).read_bytes()
                 except UNREADABLE:
                     data = b""
-                yield k, data
+                yield index, data
 
 
 def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8) -> Source:
-    """`emoji`, or a path. The depth of the folders says whether there are domains. `domains` and `stride` are for text;
-    of images all are listed (see `fewer`)."""
+    """Opens `emoji` or a path. The depth of the folders decides whether there are domains.
+
+    `group` is a regular expression for file names (see `_group`). `domains` and `stride` apply to text only; images are
+    all listed (`keep_domains` reduces them).
+    """
     if name.endswith((".jsonl", ".jsonl.gz")):
         from fedvlm.data.text import open_text
 
         return open_text(Path(name).expanduser(), domains, stride)
+    if name.endswith(".safetensors"):
+        from fedvlm.data.embeddings import open_embeddings
+
+        return open_embeddings(Path(name).expanduser())
     return _open(name, group)
 
 
 def open_outsiders(name: str) -> Source:
-    """Any images below a folder, however they lie: they are of no class."""
+    """All images below a folder, in any layout; they belong to none of the task's classes."""
     root = Path(name).expanduser()
-    found = _names_in_folder(root) if root.is_dir() else []
-    items = tuple(Item(n, ALONE, "outside", "") for n in found if Path(n).suffix.lower() in IMAGES)
+    files = _names_in_folder(root) if root.is_dir() else []
+    items = tuple(Item(n, NO_DOMAIN, "outside", "") for n in files if Path(n).suffix.lower() in IMAGES)
     if not items:
         raise FedvlmError(f"outsiders={name}: no such folder, or no images in it")
     return Source(root.resolve().name, root, items)
 
 
-def drawn(names: Iterable[str], count: int) -> set[str]:
-    """So many of the names (0: all), as good as at random and always the same."""
+def sample_domains(names: Iterable[str], count: int) -> set[str]:
+    """A pseudo-random sample of `count` names (0: all), ordered by hash: the same for every seed."""
     known = sorted(set(names), key=lambda n: (digest(n.encode()), n))
     if not 0 <= count <= len(known):
-        raise FedvlmError(f"domains={count}: there are {len(known)}; give at most that, or 0 for all")
+        raise FedvlmError(f"domains={count}: there are {len(known)}; give at most that many, or 0 for all")
     return set(known[:count] if count else known)
 
 
-def fewer(source: Source, count: int) -> Source:
-    """Only so many of its domains, drawn by their names, the same for every seed."""
-    kept = drawn(source.domains, count)
-    items = tuple(i for i in source.items if i.domain in kept)
-    return replace(source, items=items, masks=tuple(m for m in source.masks if m.domain in kept))
+def keep_domains(source: Source, count: int) -> Source:
+    """The source with `count` of its domains (0: all), see `sample_domains`."""
+    kept = sample_domains(source.domains, count)
+    rows = [k for k, i in enumerate(source.items) if i.domain in kept]
+    items, masks = tuple(source.items[k] for k in rows), tuple(m for m in source.masks if m.domain in kept)
+    given = source.embeddings
+    return replace(source, items=items, masks=masks, embeddings=given and given._replace(x=given.x[rows]))
 
 
 def _open(name: str, group: str) -> Source:
     if name == "emoji":
-        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")  # the same emoji in every style
+        # the group is the file name, which is the same for an emoji in every style
+        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")
     root = Path(name).expanduser()
     if not root.exists():
         raise FedvlmError(
@@ -116,82 +140,85 @@ def _open(name: str, group: str) -> Source:
 
 
 def _names_in_folder(root: Path) -> list[str]:
-    """Links are followed: a data set is often a folder of them."""
+    """Paths of all files relative to `root`. Symbolic links are followed: data sets are often made of them."""
     names = []
-    for folder, inner, files in os.walk(root, followlinks=True):
-        place = Path(folder).relative_to(root)
-        names += [(place / f).as_posix() for f in files]
-        if len(place.parts) >= DEEP:
-            inner.clear()
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        relative = Path(folder).relative_to(root)
+        names += [(relative / f).as_posix() for f in files]
+        if len(relative.parts) >= MAX_DEPTH:
+            subfolders.clear()
     return sorted(names)
 
 
 def _names_in_zip(path: Path) -> list[str]:
-    with zipfile.ZipFile(path) as box:
-        return sorted(n for n in box.namelist() if not n.endswith("/"))
+    with zipfile.ZipFile(path) as archive:
+        return sorted(n for n in archive.namelist() if not n.endswith("/"))
 
 
 def _collect(name: str, root: Path, names: list[str], group: str) -> Source:
-    shown = [n for n in names if Path(n).suffix.lower() in IMAGES and not any(p.startswith(".") for p in n.split("/"))]
-    depths = Counter(n.count("/") for n in shown)
-    if not shown:
+    """A source of the images among these paths; hidden files and folders are ignored."""
+    images = [n for n in names if Path(n).suffix.lower() in IMAGES and not any(p.startswith(".") for p in n.split("/"))]
+    depths = Counter(n.count("/") for n in images)
+    if not images:
         raise FedvlmError(f"data={name}: no images in it; expected domain/class/image or class/image")
     depth = depths.most_common(1)[0][0]
     if depth not in (1, 2):
         raise FedvlmError(
             f"data={name}: images lie {depth} folders deep; expected class/image (1) or domain/class/image (2)"
         )
-    odd = [n for n in shown if n.count("/") != depth]
-    if odd:
+    other = [n for n in images if n.count("/") != depth]
+    if other:
         raise FedvlmError(
-            f"data={name}: most images lie {depth} folders deep, but {odd[0]} does not (and {len(odd) - 1} more); "
-            "move them or give the folder that holds the federation"
+            f"data={name}: most images lie {depth} folders deep, but {other[0]} does not (and {len(other) - 1} more); "
+            "move them, or give the folder that directly contains the domains or classes"
         )
     items = []
-    for n in shown:
+    for n in images:
         *domain, label, file = n.split("/")
-        items.append(Item(n, domain[0] if domain else ALONE, label, _group(group, file)))
+        items.append(Item(n, domain[0] if domain else NO_DOMAIN, label, _group(group, file)))
     if depth == 2 and {i.label for i in items} == {"image", "mask"}:
-        return _paired(name, root, items)
+        return _with_masks(name, root, items)
     source = Source(name, root, tuple(items))
     if len(source.classes) < 2:
         raise FedvlmError(f"data={name}: only one class ({source.classes[0]}); a classifier needs at least two")
     return source
 
 
-def _paired(name: str, root: Path, items: list[Item]) -> Source:
-    """Each image with the mask of the same name; what is inside the mask is the one thing to find."""
-    at: dict[tuple[str, ...], Item] = {}
+def _with_masks(name: str, root: Path, items: list[Item]) -> Source:
+    """A segmentation source: each site/image/NAME with site/mask/NAME (suffixes may differ), and one class, "inside"."""
+    by_name: dict[tuple[str, ...], Item] = {}
     for item in items:
-        at.setdefault((item.label, item.domain, PurePosixPath(item.path).stem), item)
+        by_name.setdefault((item.label, item.domain, PurePosixPath(item.path).stem), item)
     images = [i for i in items if i.label == "image"]
-    masks = [at.get(("mask", i.domain, PurePosixPath(i.path).stem)) for i in images]
-    if None in masks or len(at) != len(items) or 2 * len(images) != len(items):
-        alone = next((i.path for i, m in zip(images, masks, strict=True) if m is None), "a name that is there twice")
-        raise FedvlmError(f"data={name}: every site/image/NAME needs one site/mask/NAME; look at {alone}")
-    inside = [replace(i, label="inside") for i in images]
-    return Source(name, root, tuple(inside), MASKS, tuple(m for m in masks if m))
+    masks = [by_name.get(("mask", i.domain, PurePosixPath(i.path).stem)) for i in images]
+    if None in masks or len(by_name) != len(items) or 2 * len(images) != len(items):
+        missing = next((i.path for i, m in zip(images, masks, strict=True) if m is None), "")
+        fault = f"{missing} has none" if missing else "a name occurs twice, or a mask has no image"
+        raise FedvlmError(f"data={name}: every site/image/NAME needs exactly one site/mask/NAME; {fault}")
+    labelled = [replace(i, label="inside") for i in images]
+    return Source(name, root, tuple(labelled), SEGMENTATION, tuple(m for m in masks if m))
 
 
 def _group(pattern: str, file: str) -> str:
-    """What the pattern's first bracket finds in a file's name; nothing is a group of its own."""
+    """What the pattern's first capture group matches in a file name; "" (a group by itself) where nothing matches."""
     if not pattern:
         return ""
     try:
-        found = re.search(pattern, file)
-        return found.group(1) if found else ""
+        match = re.search(pattern, file)
+        return match.group(1) if match else ""
     except (re.error, IndexError) as error:
         raise FedvlmError(
-            f"group={pattern}: expected a regular expression with one bracket, such as (patient\\d+) ({error})"
+            f"group={pattern}: expected a regular expression with one capture group, such as (patient\\d+) ({error})"
         ) from error
 
 
 def digest(data: bytes) -> bytes:
+    """A 16-byte content hash."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def decode(data: bytes) -> Image.Image:
-    """An RGB image, or ValueError with a reason; what is too large is refused before it is decoded."""
+    """An RGB image on white, or ValueError with the reason. Images over PIXELS are refused before they are decoded."""
     if not data:
         raise ValueError("the file is empty or cannot be read")
     try:
@@ -199,8 +226,10 @@ def decode(data: bytes) -> Image.Image:
         if image.width * image.height > PIXELS:
             raise ValueError(f"{image.width}×{image.height} pixels, more than {PIXELS:,}")
         if image.mode == "F":
-            raise ValueError("floating-point pixels, whose black and white nobody has said; save it with 8 bits")
-        if image.mode.startswith("I"):  # 16 bits of grey; Pillow alone would make all above 255 white
+            raise ValueError(
+                "floating-point pixels, for which no black and white level is defined; save it with 8 bits"
+            )
+        if image.mode.startswith("I"):  # 16-bit greyscale; Pillow's own conversion clips everything above 255 to white
             image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
         if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
             flat = Image.new("RGBA", image.size, "white")

@@ -1,124 +1,137 @@
-"""Each client a process with a folder of its own; nothing but safetensors bytes crosses. A rehearsal for deployment.
+"""Each client in a process with a folder of its own; nothing but safetensors bytes crosses. A rehearsal for deployment.
 
-A client that dies, errs, is late or sends something else than agreed is absent from that round's reply, with a line in
-the log; it is started again for its next round, and finds its private row where it left it.
+A client that dies, fails, is late or sends something else than agreed is absent from that exchange, with a line in the log;
+it is started again for the next one and finds its private row where it left it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
+import queue
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from fedvlm.config import Setup
-from fedvlm.core import Data, FedvlmError, Params, told
-from fedvlm.data.federation import Federation
-from fedvlm.engines.wire import HEAD, LIMIT, BadMessage, Expected, check, pack, unpack
-from fedvlm.method import Method
+from fedvlm import steps
+from fedvlm.core import Message, Params, Reply
+from fedvlm.engines.base import Engine, Job
+from fedvlm.engines.wire import BadMessage, Header, checked, pack_message, receive, send, unpack
+from fedvlm.errors import FedvlmError
+from fedvlm.names import file_name
 
-MOST = 64  # processes
+MAX_PROCESSES = 64
+OUTPUTS = "outputs"  # not a step: the client writes its logits into its own folder and sends nothing
+Inbox = queue.Queue[tuple[int, bytes | None]]  # client, frame; None: its process ended
 
 
-class Loopback:
-    def __init__(
-        self,
-        setup: Setup,
-        method: Method,
-        federation: Federation,
-        data: Data,
-        folder: Path,
-        log: Callable[[str], None] = print,
-    ):
-        if len(federation.names) > MOST:
+class Loopback(Engine):
+    def __init__(self, job: Job):
+        names = job.federation.names
+        if len(names) > MAX_PROCESSES:
             raise FedvlmError(
-                f"engine=loopback starts a process for each of {len(federation.names)} clients, and {MOST} is the most; "
+                f"engine=loopback starts a process for each of {len(names)} clients, and {MAX_PROCESSES} is the most; "
                 "use engine=stacked"
             )
-        self.method, self.names, self.folder, self.log = method, federation.names, folder, log
-        self.timeout, self.tickets = setup.config.timeout, 0
-        self.bent, self.outside = data.corrupted is not None, data.outside is not None
+        if job.federation.pooled:
+            raise FedvlmError("partition=pooled has no clients to put into processes; use engine=serial")
+        self.method, self.names, self.log = job.method, names, job.log
+        self.timeout, self.tickets, self.extras = job.setup.config.timeout, 0, list(job.data.extras)
+        self.folders = [job.folder / "clients" / file_name(name) for name in names]
         self.workers: dict[int, Worker] = {}
-        for i in range(len(federation.names)):
-            prepare(folder / federation.names[i], setup, federation, data, i)
+        self.inbox: Inbox = queue.Queue()
+        for i, folder in enumerate(self.folders):
+            prepare(folder, job, i)
 
-    def run(
-        self, step: str, ids: np.ndarray, down: Params, round: int, exchange: int
-    ) -> Iterator[tuple[np.ndarray, Params]]:
-        self.tickets += 1
-        message = pack(down, step=step, round=round, exchange=exchange, ticket=self.tickets)
-        deadline = time.monotonic() + self.timeout
-        waiting: dict[int, Worker] = {}
-        for i in (int(i) for i in np.sort(ids)):
-            worker = self.workers.get(i)
-            if worker is None or not worker.alive:
-                worker = self.workers[i] = Worker(self.folder / self.names[i])
-            worker.post(message)
-            waiting[i] = worker
-        replies = gather(waiting, self.tickets, deadline)
-        for i in sorted(waiting):
-            reply = replies.get(i)
+    @classmethod
+    def open(cls, job: Job) -> Loopback:
+        return cls(job)
+
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        schema = steps.find(step).schema(self.method, self.extras)
+        for i, frame in self.exchange(step, ids, message, round, exchange).items():
             try:
-                up = self._read(reply, step, down, i)
+                if frame is None:
+                    raise BadMessage(
+                        f"no answer within {self.timeout:g} s, or its process ended (see {self.folders[i].name}/log.txt)"
+                    )
+                header, parts = unpack(frame)
+                if header.error:
+                    raise BadMessage(header.error[:500])
+                yield checked(i, self.names[i], parts, schema, message.shared)
             except BadMessage as error:
                 self.log(f"round {round}: client {self.names[i]} is left out of {step}: {error}")
-                if reply is None or not waiting[i].alive:
-                    waiting[i].kill()
-                continue
-            yield np.array([i]), up
 
-    def _read(self, reply: bytes | None, step: str, down: Params, i: int) -> Params:
-        if reply is None:
-            raise BadMessage(f"no answer within {self.timeout:g} s, or its process ended (see its log.txt)")
-        up, about = unpack(reply)
-        if not about.get("ok"):
-            raise BadMessage(str(about.get("why", "it gave no reason"))[:500])
-        check(up, self.expected(step, down), self.names[i])
-        return up
+    def exchange(
+        self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int
+    ) -> dict[int, bytes | None]:
+        """Sends a request to each of these clients; their replies in the order of ids, None where there is none in time."""
+        self.tickets += 1
+        frame = pack_message(message, Header(step, round, exchange, self.tickets))
+        deadline = time.monotonic() + self.timeout
+        asked = [int(i) for i in np.sort(ids)]
+        for i in asked:
+            if i not in self.workers or not self.workers[i].alive:
+                self.workers[i] = Worker(i, self.folders[i], self.inbox)
+            self.workers[i].post(frame)
+        waiting, replies = set(asked), dict[int, bytes]()
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            try:
+                i, reply = self.inbox.get(timeout=left)
+            except queue.Empty:
+                break
+            if reply is None:
+                if not self.workers[i].alive:  # not an earlier process of this client
+                    waiting.discard(i)
+            elif ticket_of(reply) == self.tickets:  # late answers to earlier requests are dropped
+                replies[i] = reply
+                waiting.discard(i)
+        for i in waiting:
+            self.workers[i].kill()
+        return {i: replies.get(i) for i in asked}
 
-    def expected(self, step: str, down: Params) -> Expected:
-        """What a client may answer: anything else is refused."""
-        kind = torch.get_default_dtype()
-        if step == "train":
-            shared = {k: ((1, *v.shape), v.dtype) for k, v in down.items() if not told(k)}
-            return shared | {k: ((1, *shape), kind) for k, shape in self.method.sends.items()}
-        if step == "gauge":
-            return {"val": ((1,), kind)}
-        if step.startswith("open."):
-            return {half: ((1, len(task.classes)), kind) for half, task in self.method.halves.items()}
-        if step == "score":
-            views = ["shared"] * self.method.generalises + ["personal"] * self.method.personalises
-            names = ["count"] + [f"{v}.{what}" for v in views for what in ("score", "loss")]
-            bent = [f"{v}.corrupted" for v in views] if self.bent else []
-            alone = bent + (self.method.detects if self.outside else [])
-            return dict.fromkeys(names, ((1, 3), kind)) | dict.fromkeys(alone, ((1,), kind))
-        return dict.fromkeys(self.method.adapter.watches, ((1,), kind))
+    def outputs(self, message: Message, round: int) -> Params:
+        """Each client writes its own into its folder; here on one machine they are read from there."""
+        found: list[Params] = []
+        everybody = np.arange(len(self.names))
+        for i, frame in self.exchange(OUTPUTS, everybody, message, round, 1).items():
+            path = self.folders[i] / "outputs.safetensors"
+            if frame is not None and not unpack(frame)[0].error and path.exists():
+                found.append(load_file(path))
+        found = [one for one in found if one]
+        return {k: torch.cat([one[k] for one in found]) for k in (found[0] if found else {})}
 
     def close(self) -> None:
         for worker in self.workers.values():
             worker.stop()
 
 
-def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: int) -> None:
-    """What a client needs, in its own folder: its own rows, what everybody may know, and how to build the method."""
+def ticket_of(frame: bytes) -> int:
+    try:
+        return unpack(frame)[0].ticket
+    except BadMessage:
+        return -1
+
+
+def prepare(folder: Path, job: Job, i: int) -> None:
+    """What a client needs, in its own folder: its own examples, what everybody may know, and how to build the method."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
+    data, task, setup = job.data, job.federation.task, job.setup
     low, high = int(data.bounds[i, 0]), int(data.bounds[i, 3])
-    task = federation.task
-    about: dict[str, Any] = {
+    about = {
         "id": i,
+        "first": low,
         "bounds": (data.bounds[i] - low).tolist(),
-        "method": setup.recipe.path or setup.recipe.name,
-        "given": {k: str(v) for k, v in setup.given.items()},
+        "parts": {home: asdict(part) for home, part in setup.parts.items()},
         "classes": task.classes,
         "phrases": task.phrases,
         "nouns": task.nouns,
@@ -132,101 +145,67 @@ def prepare(folder: Path, setup: Setup, federation: Federation, data: Data, i: i
         "novel_phrases": task.novel.phrases if task.novel else (),
     }
     (folder / "client.json").write_text(json.dumps(about))
-    public = {"text": task.text, "outside": data.outside}
-    public |= {"novel": task.novel.text} if task.novel else {}
-    public |= {f"{half}.{k}": v for half, both in data.halves.items() for k, v in zip("xy", both, strict=True)}
-    save_file({k: v.contiguous() for k, v in public.items() if v is not None}, folder / "public.safetensors")
-    own = {"x": data.x[low:high].contiguous(), "y": data.y[low:high].contiguous()}
-    own |= {} if data.corrupted is None else {"corrupted": data.corrupted[low:high].contiguous()}
-    save_file(own, folder / "data.safetensors")
+    for home, code in setup.codes.items():
+        code.write(folder / "code" / home)
+    public = {k: t.text for k, t in (("text", task), ("novel", task.novel)) if t is not None and t.text is not None}
+    own = {"x": data.x[low:high], "y": data.y[low:high]}
+    for name, extra in data.extras.items():
+        target, rows = (own, slice(low, high)) if extra.aligned else (public, slice(None))
+        target[f"extra.{name}.x"] = extra.x[rows]
+        if extra.y is not None:
+            target[f"extra.{name}.y"] = extra.y[rows]
+    save_file({k: v.contiguous() for k, v in public.items()}, folder / "public.safetensors")
+    save_file({k: v.contiguous() for k, v in own.items()}, folder / "data.safetensors")
 
 
 class Worker:
-    """The server's end of one client's pipe. It never blocks: a client that reads slowly delays nobody else."""
+    """The server's end of one client's pipes. Threads read and write, so that a slow client delays nobody else."""
 
-    def __init__(self, folder: Path):
-        log = (folder / "log.txt").open("ab")
+    def __init__(self, client: int, folder: Path, inbox: Inbox):
         call = [sys.executable, "-m", "fedvlm.engines.worker", str(folder)]
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(call, stdin=pipe, stdout=pipe, stderr=log, env=quiet, start_new_session=True)
-        log.close()
-        assert self.process.stdin and self.process.stdout
-        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.stdin, False)
-        os.set_blocking(self.stdout, False)
-        self.outgoing, self.incoming = b"", bytearray()
+        with (folder / "log.txt").open("ab") as log:
+            self.process = subprocess.Popen(
+                call, stdin=pipe, stdout=pipe, stderr=log, env=quiet, start_new_session=True
+            )
+        self.outbox: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._write, daemon=True).start()
+        threading.Thread(target=self._read, args=(client, inbox), daemon=True).start()
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def post(self, message: bytes) -> None:
-        self.outgoing += HEAD.pack(len(message)) + message
+    def post(self, frame: bytes) -> None:
+        self.outbox.put(frame)
 
-    def push(self) -> None:
-        self.outgoing = self.outgoing[os.write(self.stdin, self.outgoing[: 1 << 20]) :]
+    def _write(self) -> None:
+        assert self.process.stdin
+        try:
+            for frame in iter(self.outbox.get, None):
+                send(self.process.stdin, frame)
+            self.process.stdin.close()
+        except (OSError, ValueError):  # its process ended, or the pipe was closed
+            pass
 
-    def pull(self) -> bytes | None:
-        """A whole frame, if one has arrived."""
-        data = os.read(self.stdout, 1 << 20)
-        if not data:
-            raise BrokenPipeError
-        self.incoming += data
-        return self.frame()
-
-    def frame(self) -> bytes | None:
-        if len(self.incoming) < HEAD.size:
-            return None
-        (size,) = HEAD.unpack(self.incoming[: HEAD.size])
-        if size > LIMIT:
-            raise BrokenPipeError
-        if len(self.incoming) < HEAD.size + size:
-            return None
-        frame = bytes(self.incoming[HEAD.size : HEAD.size + size])
-        del self.incoming[: HEAD.size + size]
-        return frame
+    def _read(self, client: int, inbox: Inbox) -> None:
+        assert self.process.stdout
+        try:
+            while (frame := receive(self.process.stdout)) is not None:
+                inbox.put((client, frame))
+        except (OSError, ValueError, BadMessage):
+            self.process.kill()
+        self.process.wait()
+        inbox.put((client, None))
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> None:
-        assert self.process.stdin and self.process.stdout
+        self.outbox.put(None)
         try:
-            self.process.stdin.close()
             self.process.wait(5)
-        except (subprocess.TimeoutExpired, OSError):
+        except subprocess.TimeoutExpired:
             self.kill()
-        self.process.stdout.close()
-
-
-def gather(workers: dict[int, Worker], ticket: int, deadline: float) -> dict[int, bytes]:
-    """The replies to this ticket that arrive in time; late answers to earlier ones are dropped."""
-    replies: dict[int, bytes] = {}
-    with selectors.DefaultSelector() as ready:
-        for i, worker in workers.items():
-            ready.register(worker.stdin, selectors.EVENT_WRITE, i)
-            ready.register(worker.stdout, selectors.EVENT_READ, i)
-        open_ends = dict.fromkeys(workers, 2)
-        while len(replies) < len(workers) and any(open_ends[i] for i in workers if i not in replies):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            for key, _ in ready.select(left):
-                i, worker = key.data, workers[key.data]
-                try:
-                    if key.fd == worker.stdin:
-                        worker.push()
-                        if not worker.outgoing:
-                            ready.unregister(worker.stdin)
-                        continue
-                    frame = worker.pull()
-                    while frame is not None:
-                        if unpack(frame)[1].get("ticket") == ticket:
-                            replies[i] = frame
-                        frame = worker.frame()
-                except (BrokenPipeError, BadMessage):
-                    ready.unregister(key.fileobj)
-                    open_ends[i] = 0
-    return replies

@@ -1,14 +1,13 @@
-"""Clients' private rows on disk, two slots a client, each stamped with the round that wrote it.
+"""Clients' private rows on disk, two slots per client, each stamped with the round that wrote it.
 
-Read through a memory map, written with plain writes: on a full disk these fail in words, where a map would kill.
-A round reads the newest row from before it and writes the other slot, so doing a round again, after a crash or a
-resend, starts from the same row and gives the same bits. Nothing else has to be committed.
+Read through a memory map, written with plain writes: on a full disk these raise an error, where a map would end the process.
+A round reads the newest row from before it and writes the other slot, so that repeating a round, after a crash or a resend,
+starts from the same row and gives the same bits. Nothing else has to be committed.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import tempfile
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 
 from fedvlm.core import FedvlmError, Params
 
-RELEASE = 256 << 20  # touched bytes after which mapped pages are handed back (they stay in the file)
+RELEASE = 256 << 20  # bytes read after which mapped pages are given back to the system
 
 
 class Rows:
@@ -29,17 +28,18 @@ class Rows:
             [("stamp", "<i8", 2), ("row", self.newcomer.dtype, (2, max(1, len(self.newcomer))))], align=True
         )
         self.kind, self.offset = kind, kind.fields["row"][1] if kind.fields else 0
-        file = path.open("r+b" if path.exists() else "w+b") if path else tempfile.TemporaryFile()  # noqa: SIM115
+        mode = "r+b" if path and path.exists() else "w+b"
+        file = path.open(mode, buffering=0) if path else tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self.file, size = file, kind.itemsize * clients
         if path and path.stat().st_size not in (0, size):
             raise FedvlmError(f"{path} holds rows of another shape; it belongs to another run")
-        file.truncate(size)  # sparse: a slot nobody wrote takes no space; a new stamp reads 0, "never"
+        file.truncate(size)  # sparse: unwritten slots take no space, and their stamp reads 0, "never"
         self.map = mmap.mmap(file.fileno(), size)
         self.table: np.ndarray = np.frombuffer(self.map, kind)
         self.touched = 0
 
     def read(self, ids: np.ndarray, upto: int) -> Params:
-        """Each client's newest row written in round `upto` or before; the newcomer's where there is none."""
+        """Each client's newest row written in round `upto` or before; a new client's row where there is none."""
         if not self.names:
             return {}
         stamps = self.table["stamp"][ids]
@@ -51,7 +51,7 @@ class Rows:
         return self._unpack(rows)
 
     def write(self, ids: np.ndarray, rows: Params, round: int) -> None:
-        """To the slot that a redo of this round would not read."""
+        """To the slot that a repetition of this round would not read."""
         if not self.names or not len(ids):
             return
         stamps = self.table["stamp"][ids]
@@ -62,14 +62,20 @@ class Rows:
         try:
             for i, s, row in zip(ids.tolist(), slot.tolist(), packed, strict=True):
                 start = i * self.kind.itemsize
-                os.pwrite(self.file.fileno(), none, start + 8 * s)  # a row half written is no row
-                os.pwrite(self.file.fileno(), row.data, start + self.offset + s * row.nbytes)
-                os.pwrite(self.file.fileno(), stamp, start + 8 * s)
+                self._put(start + 8 * s, none)  # a half-written row does not count
+                self._put(start + self.offset + s * row.nbytes, row.tobytes())
+                self._put(start + 8 * s, stamp)
         except OSError as error:
             raise FedvlmError(
                 f"clients' rows cannot be written ({error.strerror}); the round is lost and all before it stands: make "
                 "room and `fedvlm resume`"
             ) from error
+
+    def _put(self, at: int, data: bytes) -> None:
+        self.file.seek(at)
+        view = memoryview(data)
+        while view:  # an unbuffered write may be short
+            view = view[self.file.write(view) or 0 :]
 
     def flush(self) -> None:
         self.map.flush()
@@ -87,5 +93,7 @@ class Rows:
     def _release(self, nbytes: int) -> None:
         self.touched += nbytes
         if self.touched > RELEASE:
-            self.map.madvise(mmap.MADV_DONTNEED)
+            advise = getattr(self.map, "madvise", None)  # not on Windows
+            if advise is not None:
+                advise(mmap.MADV_DONTNEED)
             self.touched = 0

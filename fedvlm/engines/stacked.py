@@ -1,24 +1,30 @@
-"""Clients in this process, a chunk of them side by side; serial is a chunk of one."""
+"""All clients in this process, a chunk of them side by side."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fedvlm import steps
 from fedvlm.adapters.base import Adapter
-from fedvlm.core import Data, FedvlmError, Params, nbytes
+from fedvlm.core import Data, Message, Params, Reply, nbytes, on_device
+from fedvlm.engines.base import Engine, Job, finite
 from fedvlm.engines.rows import Rows
+from fedvlm.errors import FedvlmError
 from fedvlm.method import Method
+from fedvlm.steps.base import Answer
 
 Warn = Callable[[str], None]
 CPU = torch.device("cpu")
 
 
-class Stacked:
+class Stacked(Engine):
     def __init__(
         self,
         method: Method,
@@ -29,96 +35,128 @@ class Stacked:
         device: str = "cpu",
     ):
         """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says.
-        Client steps run on the device, where the examples lie; messages and rows stay in main memory."""
+        Client steps run on the device, together with the examples; messages and private rows stay in main memory."""
         self.chunk = chunk or stack(method, device)
         self.rows = Rows(method.newcomer, len(data), rows)
         self.warn, self.device = warn, torch.device(device)
         if device != "cpu":
-            more = {k: v.to(device) for k in ("outside", "corrupted") if (v := getattr(data, k)) is not None}
-            halves = {k: (x.to(device), y.to(device)) for k, (x, y) in data.halves.items()}
-            data = replace(data, x=data.x.to(device), y=data.y.to(device), halves=halves, **more)
-            new, start = (moved(p, self.device) for p in (method.newcomer, method.initial))
-            method = replace(method, task=method.task.to(self.device), newcomer=new, initial=start)
+            extras = {k: v.to(device) for k, v in data.extras.items()}
+            data = replace(data, x=data.x.to(device), y=data.y.to(device), extras=extras)
+            method = method.to(self.device)
         self.method, self.data = method, data
 
-    def run(
-        self, step: str, ids: np.ndarray, down: Params, round: int, exchange: int
-    ) -> Iterator[tuple[np.ndarray, Params]]:
-        ids = np.sort(ids)
-        if self.chunk > 1:  # neighbours in size finish together; see Data.batches
+    @classmethod
+    def open(cls, job: Job) -> Stacked:
+        chunk = job.setup.config.chunk or stack(job.method, job.device)
+        if job.setup.config.engine == "stacked":  # asked for by name, not chosen by the rule
+            chunk = max(2, chunk)
+        return cls(job.method, job.data, chunk, job.folder / "rows.bin", job.log, job.device)
+
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        chosen, ids = steps.find(step), np.sort(ids)
+        if self.chunk > 1:  # clients of similar size finish together; see Data.batches
             ids = ids[np.argsort(-self.data.counts("train")[ids], kind="stable")]
-        down = self.method.ahead(step, moved(down, self.device))
+        message = message.to(self.device)
+        method = self.method.for_message(message)
+        prepared = chosen.prepare(method, message)
+        ragged = chosen.schema(method, self.data.extras).ragged
+        last_row = round - 1 if chosen.trains and not exchange else round
         first = 0
         while first < len(ids):
             part = ids[first : first + self.chunk]
-            own = moved(self.rows.read(part, round if exchange or step != "train" else round - 1), self.device)
+            own = on_device(self.rows.read(part, last_row), self.device)
             try:
-                own, up = (moved(p, CPU) for p in self.method.play(step, own, down, self.at(part, round)))
-            except torch.OutOfMemoryError as lack:
-                self.narrow(lack)
+                answer = to_cpu(chosen.run(method, own, message, self.at(part, round), prepared))
+            except torch.OutOfMemoryError as error:
+                self.narrow(error)
                 continue
             first += len(part)
-            good = finite(own | up, len(part))
-            if not good.all():
-                names = ", ".join(str(i) for i in part[~good])
-                self.warn(f"round {round}: client {names} diverged (its {step} reply is not finite) and is left out")
-                keep = torch.from_numpy(np.flatnonzero(good))
-                part, own, up = part[good], {k: v[keep] for k, v in own.items()}, {k: v[keep] for k, v in up.items()}
-            if step == "train":
-                self.rows.write(part, own, round)
-            if any(-1 in shape for shape in self.method.sends.values()) and step == "train":
-                yield from one_by_one(part, up, self.method.sends)
+            part, answer = self.finite_only(part, answer, step, round)
+            if chosen.trains:
+                self.rows.write(part, answer.own, round)
+            if ragged:
+                yield from one_by_one(part, answer, ragged)
             elif len(part):
-                yield part, up
+                yield Reply(part, answer.values, answer.shared)
 
-    def narrow(self, lack: Exception) -> None:
-        """Fewer clients side by side: what one of them gets does not depend on the others."""
+    def finite_only(self, ids: np.ndarray, answer: Answer, step: str, round: int) -> tuple[np.ndarray, Answer]:
+        """Without clients that diverged."""
+        good = np.logical_and.reduce([finite(p, len(ids)) for p in (answer.own, answer.values, answer.shared)])
+        if good.all():
+            return ids, answer
+        names = ", ".join(str(i) for i in ids[~good])
+        self.warn(f"round {round}: client {names} diverged (its {step} reply is not finite) and is left out")
+        keep = torch.from_numpy(np.flatnonzero(good))
+        return ids[good], Answer(*({k: v[keep] for k, v in part.items()} for part in answer))
+
+    def narrow(self, error: Exception) -> None:
+        """Fewer clients side by side, after the GPU's memory ran out; a client's result does not depend on the others."""
         if self.chunk == 1:
             raise FedvlmError(
                 "the GPU's memory does not hold a single client's step; give a smaller batch=, precision=half or device=cpu"
-            ) from lack
+            ) from error
         self.chunk //= 2
         self.warn(f"the GPU's memory is full: from here on {self.chunk} clients side by side (chunk={self.chunk})")
 
     def at(self, ids: np.ndarray, round: int) -> Data:
-        """These clients' data at this moment of the run."""
+        """These clients' data in this round."""
         d = self.data
         return replace(d, bounds=d.bounds[ids], ids=d.ids[ids], round=round)
+
+    @torch.no_grad()
+    def outputs(self, message: Message, round: int) -> Params:
+        """With `label`, `client` and `row` (of the pool) of each example."""
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        message = message.to(self.device)
+        method = self.method.for_message(message)
+        adapter, task = method.adapter, method.task
+        shared = adapter.prepare(task, method.shared_model(message), {}) if method.has_shared_model else {}
+        for i in range(len(self.data)):
+            low, high = (int(b) for b in self.data.bounds[i, 2:])
+            if low == high:
+                continue
+            me, x = np.array([i]), self.data.x[None, low:high]
+            found["label"].append(self.data.y[low:high].cpu())
+            found["client"].append(torch.full((high - low,), int(self.data.ids[i])))
+            found["row"].append(torch.arange(low, high))
+            views = {"shared": shared} if method.has_shared_model else {}
+            if method.has_personal_models:
+                own = on_device(self.rows.read(me, round), self.device)
+                personal = method.personal_models(own, message, self.at(me, round))
+                views["personal"] = adapter.prepare(task, personal, shared)
+            for view, params in views.items():
+                for block in x.split(adapter.limits.examples, dim=1):
+                    found[f"{view}.logits"].append(adapter.logits(task, params, block)[0].cpu())
+                    found[f"{view}.features"].append(adapter.features(task, params, block)[0].cpu())
+        return {k: torch.cat(v).contiguous() for k, v in found.items()}
 
     def close(self) -> None:
         self.rows.flush()
 
 
-def one_by_one(ids: np.ndarray, up: Params, sends: dict[str, tuple[int, ...]]) -> Iterator[tuple[np.ndarray, Params]]:
-    """Replies that have a length of their own, without the padding that lay between clients: labels below 0."""
-    loose = [k for k, shape in sends.items() if -1 in shape]
+def to_cpu(answer: Answer) -> Answer:
+    return Answer(*(on_device(part, CPU) for part in answer))
+
+
+def one_by_one(ids: np.ndarray, answer: Answer, ragged: list[str]) -> Iterator[Reply]:
+    """A reply per client, without the padding of ragged values."""
     for at, i in enumerate(ids):
-        real = up["labels"][at] >= 0
-        yield np.array([i]), {k: v[at, real][None] if k in loose else v[at : at + 1] for k, v in up.items()}
-
-
-def moved(params: Params, device: torch.device) -> Params:
-    return {k: v.to(device) for k, v in params.items()}
-
-
-def finite(rows: Params, clients: int) -> np.ndarray:
-    """Which clients' tensors hold only numbers: a sum is not finite if any of its terms is not."""
-    good = torch.ones(clients, dtype=torch.bool)
-    for v in rows.values():
-        good &= v.reshape(clients, -1).sum(1).isfinite()
-    return good.numpy()
+        values = {k: v[at : at + 1] for k, v in answer.values.items()}
+        values |= {k: values[k][:, : int(answer.lengths[k][at])] for k in ragged}
+        yield Reply(np.array([i]), values, {k: v[at : at + 1] for k, v in answer.shared.items()})
 
 
 def stack(method: Method, device: str = "cpu") -> int:
-    """How many clients to train side by side: as many as keep their parameters within 4 MiB, near a core's cache; from
-    there on a larger chunk gains nothing (benchmarks/speed.py measures it). A GPU gains for as long as they fit."""
+    """How many clients to train side by side: as many as keep their parameters within 4 MiB, near the size of a core's
+    cache; a larger chunk gains nothing (benchmarks/speed.py measures it). On a GPU, as many as fit."""
     size = nbytes(method.initial) + nbytes(method.newcomer)
-    return int(max(1, min(widest(method.adapter, device), (4 << (20 if device == "cpu" else 28)) // max(1, size))))
+    most = max_clients(method.adapter, device)
+    return int(max(1, min(most, (4 << (20 if device == "cpu" else 28)) // max(1, size))))
 
 
-def widest(adapter: Adapter, device: str) -> int:
-    """What an adapter's `most` is on this device: that of a CPU, and so many times it as a GPU has 16 GiB."""
+def max_clients(adapter: Adapter, device: str) -> int:
+    """The adapter's limit: that of a CPU, times the GPU's memory in units of 16 GiB."""
     if device == "cpu":
-        return adapter.most
+        return adapter.limits.clients
     memory = int(torch.cuda.get_device_properties(device).total_memory)
-    return adapter.most * max(1, memory // (16 << 30))
+    return adapter.limits.clients * max(1, memory // (16 << 30))

@@ -4,43 +4,72 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any, BinaryIO
+from typing import IO, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import Message, Params, Reply
+from fedvlm.errors import FedvlmError
+from fedvlm.steps.base import Schema
 
 LIMIT = 4 << 30  # a longer frame is refused before it is read
 HEAD = struct.Struct("<Q")
-Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape (−1: any length) and dtype by name
 
 
 class BadMessage(FedvlmError):
-    """What arrived is not what was agreed."""
+    """What arrived is not what the schema says."""
 
 
-def pack(params: Params, **about: Any) -> bytes:
-    return save({k: v.contiguous() for k, v in params.items()}, {"about": json.dumps(about)})
+class Header(NamedTuple):
+    """What is said beside the tensors."""
+
+    step: str = ""
+    round: int = 0
+    exchange: int = 0
+    ticket: int = -1  # a reply carries the ticket of its request
+    stage: str = ""
+    error: str = ""  # why a client cannot answer
 
 
-def unpack(data: bytes) -> tuple[Params, dict[str, Any]]:
+def pack(header: Header, parts: dict[str, Params]) -> bytes:
+    """Tensors are named PART/NAME."""
+    flat = {f"{part}/{k}": v.contiguous() for part, params in parts.items() for k, v in params.items()}
+    return save(flat, {"header": json.dumps(header._asdict())})
+
+
+def unpack(data: bytes) -> tuple[Header, dict[str, Params]]:
     try:
         size = HEAD.unpack(data[:8])[0]
-        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["about"])
-        return load(data), about
+        header = Header(**json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["header"]))
+        flat = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise BadMessage(f"a message is not readable ({type(error).__name__})") from error
+    parts: dict[str, Params] = {}
+    for name, value in flat.items():
+        part, _, key = name.partition("/")
+        parts.setdefault(part, {})[key] = value
+    return header, parts
 
 
-def send(pipe: BinaryIO, data: bytes) -> None:
+def pack_message(message: Message, header: Header) -> bytes:
+    return pack(header._replace(stage=message.stage), message.parts())
+
+
+def to_message(header: Header, parts: dict[str, Params]) -> Message:
+    known = {k: parts.get(k, {}) for k in ("shared", "task", "reference", "extra")}
+    return Message(**known, stage=header.stage)
+
+
+def send(pipe: IO[bytes], data: bytes) -> None:
     pipe.write(HEAD.pack(len(data)))
     pipe.write(data)
     pipe.flush()
 
 
-def receive(pipe: BinaryIO) -> bytes | None:
+def receive(pipe: IO[bytes]) -> bytes | None:
     """The next frame; None where the other side has gone."""
     head = pipe.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -52,15 +81,27 @@ def receive(pipe: BinaryIO) -> bytes | None:
     return data if len(data) == size else None
 
 
-def check(params: Params, expected: Expected, who: str) -> None:
-    """Names, shapes, dtypes and finite numbers are what was agreed."""
+def checked(client: int, who: str, parts: dict[str, Params], schema: Schema, shared: Params) -> Reply:
+    """A client's reply, if names, shapes, dtypes and finiteness are what the schema says; `shared` is what was sent."""
+    odd = sorted(parts.keys() - {"values", "shared"})
+    if odd:
+        raise BadMessage(f"{who} sent other parts than agreed: {', '.join(odd[:5])}")
+    dtype = torch.get_default_dtype()
+    expected = {k: (shape, dtype) for k, shape in schema.values.items()}
+    _check(who, parts.get("values", {}), expected)
+    trained = {k: (tuple(v.shape), v.dtype) for k, v in shared.items()} if schema.shared else {}
+    _check(who, parts.get("shared", {}), trained)
+    return Reply(np.array([client]), parts.get("values", {}), parts.get("shared", {}))
+
+
+def _check(who: str, params: Params, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     if params.keys() != expected.keys():
         odd = sorted(params.keys() ^ expected.keys())
         raise BadMessage(f"{who} sent other names than agreed: {', '.join(odd[:5])}")
     for name, (shape, dtype) in expected.items():
-        value = params[name]
-        fits = value.dim() == len(shape) and all(n in (-1, m) for n, m in zip(shape, value.shape, strict=True))
+        value, wanted = params[name], (1, *shape)
+        fits = value.dim() == len(wanted) and all(n in (-1, m) for n, m in zip(wanted, value.shape, strict=True))
         if not fits or value.dtype != dtype:
-            raise BadMessage(f"{who} sent {name} as {tuple(value.shape)} {value.dtype}, not {tuple(shape)} {dtype}")
+            raise BadMessage(f"{who} sent {name} as {tuple(value.shape)} {value.dtype}, not {wanted} {dtype}")
         if value.is_floating_point() and not value.isfinite().all():
             raise BadMessage(f"{who} sent {name} with numbers that are not finite")

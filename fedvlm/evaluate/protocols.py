@@ -1,85 +1,105 @@
 """Leave-one-domain-out (FedOT §5.1): a[i][j] is the accuracy on domain j of the run that held domain i out.
 
 G is the mean of the diagonal (the shared model on a domain nobody trained on), P of the rest (personal models), C of all.
-A single run is one row of that matrix, and its G, P and C are read off alike. Of a base-to-novel run, the four measures
-are taken as recorded.
+A single run is one row of that matrix, and its G, P and C are computed in the same way. Of a base-to-novel run, the four
+measures are taken as recorded.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import numpy as np
+from fedvlm.config import OPEN
+from fedvlm.records import Number, RoundRecord, RunRecord, Scores, Select
 
-OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody (evaluate/novel.py)
-MEASURES = ("local", "base", "novel", "hm")  # its measures
+MEASURES = ("local", "base", "novel", "hm")  # of a base-to-novel run (evaluate/novel.py)
 Entry = tuple[float, bool]  # test accuracy (NaN where there is no such model), and whether nobody trained on it
 
 
-def target(info: dict[str, Any]) -> str:
-    return "+".join(info["config"]["unseen"]) or "nobody"
+def target(record: RunRecord) -> str:
+    """The held-out domains or clients."""
+    return "+".join(record.unseen) or "nobody"
 
 
-def row(info: dict[str, Any], select: str = "last") -> dict[str, Entry]:
-    """One run's row of the matrix: domain → the shared model's accuracy where it was held out, else its clients' own."""
-    record, unseen = info["result"][select], set(info["result"]["unseen"])
-    homes = info.get("homes", {})
+def value_of(record: RoundRecord, name: str) -> Number:
+    """A number at the top level of a round's record; None where it was not recorded."""
+    entries: Mapping[str, object] = record
+    found = entries.get(name)
+    return found if isinstance(found, int | float) else None
+
+
+def row(record: RunRecord, select: Select = "last") -> dict[str, Entry]:
+    """One run's row of the matrix: domain → the shared model's accuracy where it was held out, otherwise that of its
+    clients' personal models."""
+    scored, unseen = record.finished.at(select), set(record.finished.unseen)
     found: dict[str, list[float]] = defaultdict(list)
     held: dict[str, bool] = {}
-    for name, views in record.get("clients", {}).items():
-        view = views.get("shared" if name in unseen else "personal")
-        domain = homes.get(name, name)
+    for name, views in scored.get("clients", {}).items():
+        view = views.get("shared") if name in unseen else views.get("personal")
+        domain = record.homes.get(name, name)
         held[domain] = name in unseen
         if view is None:  # no such model
-            found[domain].append(np.nan)
-        elif view["test"] is not None:  # a client without a test image says nothing
-            found[domain].append(view["test"])
+            found[domain].append(math.nan)
+        elif (score := view["test"]) is not None:  # None: a client without test images
+            found[domain].append(score)
     if not found:  # too many clients to be recorded one by one
-        found = {"held out": [as_number(record.get("G"))] * bool(unseen), "clients": [as_number(record.get("P"))]}
+        found = {"held out": [or_nan(scored.get("G"))] * bool(unseen), "clients": [or_nan(scored.get("P"))]}
         held = {"held out": True, "clients": False}
-    return {d: (float(np.mean(v)), held[d]) for d, v in found.items() if v}
+    return {d: (mean(v), held[d]) for d, v in found.items() if v}
 
 
-def as_number(value: float | None) -> float:
-    return np.nan if value is None else value
+def or_nan(value: Number) -> float:
+    return math.nan if value is None else value
 
 
-def summary(rows: list[dict[str, Entry]]) -> dict[str, float | None]:
+def mean(values: Sequence[float]) -> float:
+    import numpy as np  # late: the console imports this module in commands that must start fast
+
+    return float(np.mean(values))
+
+
+def mean_if_complete(values: Sequence[Number]) -> Number:
+    """The mean; None where a value is missing."""
+    known = [v for v in values if v is not None]
+    return mean(known) if known and len(known) == len(values) else None
+
+
+def summary(rows: list[dict[str, Entry]]) -> Scores:
     """G, P, C over the rows of a matrix; None where a value is missing or there is nothing to take a mean of."""
     entries = [entry for r in rows for entry in r.values()]
     kinds = {"G": [v for v, held in entries if held], "P": [v for v, held in entries if not held]}
     kinds["C"] = kinds["G"] + kinds["P"] if kinds["G"] else []
-    return {k: float(np.mean(v)) if v and not np.isnan(v).any() else None for k, v in kinds.items()}
+    return {k: mean(v) if v and not any(map(math.isnan, v)) else None for k, v in kinds.items()}
 
 
-def opened(info: dict[str, Any]) -> bool:
-    """Whether a run kept classes from everybody."""
-    return info["config"].get("protocol") == OPEN
+def is_base_to_novel(record: RunRecord) -> bool:
+    return record.config.get("protocol") == OPEN
 
 
-def measured(infos: list[dict[str, Any]], select: str = "last") -> dict[str, float | None]:
-    """local, base, novel, hm as means over runs that recorded them; nothing where one did not."""
-    records = [i["result"][select] for i in infos]
-    if not all(m in r for m in MEASURES for r in records):
+def measured(records: list[RunRecord], select: Select = "last") -> Scores:
+    """local, base, novel, hm as means over runs, None where a run has no such value; {} where a run did not record them."""
+    scored = [r.finished.at(select) for r in records]
+    if not all(m in s for m in MEASURES for s in scored):
         return {}
-    found = {m: [r[m] for r in records] for m in MEASURES}
-    return {m: None if None in v else float(np.mean(v)) for m, v in found.items()}
+    found = {m: [value_of(s, m) for s in scored] for m in MEASURES}
+    return {m: mean_if_complete(values) for m, values in found.items()}
 
 
-def by_seed(infos: list[dict[str, Any]], select: str = "last") -> dict[int, dict[str, float | None]]:
+def by_seed(records: list[RunRecord], select: Select = "last") -> dict[int, Scores]:
     """G, P, C (and of base-to-novel its measures) for each seed that was run on every target."""
-    seeds: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for info in infos:
-        seeds[info["config"]["seed"]][target(info)] = info
-    targets = {target(i) for i in infos}
+    seeds: dict[int, dict[str, RunRecord]] = defaultdict(dict)
+    for record in records:
+        seeds[record.seed][target(record)] = record
+    targets = {target(r) for r in records}
     return {
-        s: summary([row(i, select) for i in runs.values()]) | measured(list(runs.values()), select)
+        s: summary([row(r, select) for r in runs.values()]) | measured(list(runs.values()), select)
         for s, runs in sorted(seeds.items())
         if runs.keys() == targets
     }
 
 
-def partial(infos: list[dict[str, Any]]) -> list[int]:
-    """Seeds that miss a target others have, and so are left out of the means."""
-    return sorted({i["config"]["seed"] for i in infos} - by_seed(infos).keys())
+def partial(records: list[RunRecord]) -> list[int]:
+    """Seeds that miss a target that others have, and so are left out of the means."""
+    return sorted({r.seed for r in records} - by_seed(records).keys())

@@ -1,83 +1,121 @@
-"""How good the models are, by view: shared (the newcomer's row on clients that trained), personal (each client's own),
-newcomer (the shared model on clients that nobody trained on). Accuracies are means over clients, each counted once."""
+"""How good the models are, by view: shared (the shared model on clients that trained), personal (each client's own model),
+newcomer (the shared model on clients that nobody trained on). Values are means over clients, each counted once."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from fedvlm.core import SPLITS, Cohort, Params
+from fedvlm.core import SPLITS, Cohort, Message, Reply
 from fedvlm.data.federation import Federation
-from fedvlm.evaluate.detection import MEASURES, SCORES
 from fedvlm.evaluate.novel import base_to_novel
-from fedvlm.method import Method
+from fedvlm.method import METRICS, Method
+from fedvlm.metrics.base import Additive, Metric
+from fedvlm.metrics.detection import SCORES
+from fedvlm.records import ClientScores, Number, RoundRecord, Scores
 
-FIRST = next(iter(SCORES))  # MCM
-EACH = 1000  # above this many clients a round's record holds summaries only
+MAX_LISTED = 1000  # with more clients a round's record holds summaries only
+MEASURES = ("auroc", "fpr95")
 
 
-def evaluate(method: Method, federation: Federation, cohort: Cohort, shared: Params) -> dict[str, Any]:
-    ids, up = cohort.ask("score", shared)
-    count = up["count"].numpy()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        scores = {
-            view: tuple(up[f"{view}.{what}"].double().numpy() / count for what in ("score", "loss"))
-            for view in ("shared", "personal")
-            if f"{view}.score" in up
-        }
+def evaluate(method: Method, federation: Federation, cohort: Cohort, message: Message) -> RoundRecord:
+    reply = cohort.ask("score", message)
+    extras, unseen = federation.data.extras, np.isin(reply.ids, federation.unseen)
+    count = reply.values["count"].numpy()
+    scores = {v: per_client(method.metrics["score"], reply, f"{v}.score", count) for v in method.views}
+    losses = {v: per_client(method.metrics["loss"], reply, f"{v}.loss", count) for v in method.views}
     if "personal" not in scores:  # nothing is private: everybody's own model is the shared one
-        scores["personal"] = scores["shared"]
-    unseen = np.isin(ids, federation.unseen)
-    record: dict[str, Any] = {}
+        scores["personal"], losses["personal"] = scores["shared"], losses["shared"]
+    record: RoundRecord = {}
     for view, pick in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
-        found = scores.get("shared" if view == "newcomer" else view)
-        if found is not None and pick.any():
-            record[view] = summary(found[0][pick], found[1][pick])
-            bent = up.get(f"{'personal' if view == 'personal' and method.personalises else 'shared'}.corrupted")
-            if bent is not None:
+        source = "shared" if view == "newcomer" else view
+        if source in scores and pick.any():
+            summary = summarise(scores[source][pick], losses[source][pick])
+            if "corrupted" in extras:
+                name = f"{source if source in method.views else 'shared'}.corrupted"
+                values = reply.values[name].double().numpy()[pick]
                 with np.errstate(invalid="ignore", divide="ignore"):
-                    record[view]["corrupted"] = number(float(np.nanmean(bent.double().numpy()[pick] / count[pick, 2])))
-    if federation.data.outside is not None:
-        record |= detection(method, up, unseen)
-    if federation.data.halves:
-        record |= base_to_novel(method, federation, cohort, shared)
-    if len(ids) <= EACH:
-        record["clients"] = one_by_one(scores, [federation.names[i] for i in ids], unseen)
-    bent = record.get("personal", {}).get("corrupted")
-    record |= headline(record)
-    return record | {"acc": record["P"]} | ({} if bent is None else {"cacc": bent})
+                    summary["corrupted"] = number(float(np.nanmean(values / count[pick, 2])))
+            record[view] = summary  # type: ignore[literal-required]
+    if "outsiders" in extras:
+        record |= detection(method, reply, unseen)
+    if method.base_and_novel:
+        record |= base_to_novel(method, federation, cohort, message)
+    if own := {k: m for k, m in method.metrics_for(extras).items() if k not in METRICS}:
+        record["metrics"] = {k: by_view(method, m, reply, k, count, unseen) for k, m in own.items()}
+    if len(reply.ids) <= MAX_LISTED:
+        record["clients"] = by_client(scores, [federation.names[i] for i in reply.ids], unseen)
+    record["G"] = record.get("newcomer", {}).get("test")  # the shared model on clients nobody trained on
+    record["P"] = record["acc"] = record.get("personal", {}).get("test")
+    if "corrupted" in extras:
+        record["cacc"] = record.get("personal", {}).get("corrupted")
+    return record
 
 
-def detection(method: Method, up: Params, unseen: np.ndarray) -> dict[str, Any]:
-    """By view, as means over the clients that have test examples: the measures of the first score under their own names,
-    those of the others as score.measure. At the top, those of the clients' own models."""
-    tested, found = up[method.detects[0]].numpy() >= 0, {}
-    for view, who in (("shared", tested & ~unseen), ("personal", tested & ~unseen), ("newcomer", tested & unseen)):
-        source = "personal" if view == "personal" and method.personalises else "shared"
-        if who.any() and source in method.views:
+def per_client(metric: Metric, reply: Reply, name: str, count: np.ndarray) -> np.ndarray:
+    """The values of each client: [clients, 3] by split or, for metrics without splits, [clients, 1] on test."""
+    statistic = reply.values[name].double().numpy()
+    if isinstance(metric, Additive) and not metric.extra:
+        columns = [metric.result(statistic[:, j], count[:, j]) for j in range(len(SPLITS))]
+        return np.stack(columns, axis=1)
+    return metric.result(statistic, count[:, SPLITS.index("test")])[:, None]
+
+
+def by_view(
+    method: Method, metric: Metric, reply: Reply, name: str, count: np.ndarray, unseen: np.ndarray
+) -> dict[str, Scores]:
+    """Of a metric, the mean over clients by view and split; of additive ones also the value of all clients' examples
+    together (`test_pooled`), since a client's few examples say little about, say, calibration."""
+    found: dict[str, Scores] = {}
+    for view, pick in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
+        wanted = "shared" if view == "newcomer" else view
+        source = wanted if wanted in method.views else "shared"
+        if source not in method.views or not pick.any():
+            continue
+        values = per_client(metric, reply, f"{source}.{name}", count)[pick]
+        splits = SPLITS if values.shape[1] == len(SPLITS) else ("test",)
+        means = {split: mean(values[:, j]) for j, split in enumerate(splits)}
+        if isinstance(metric, Additive):
+            at = SPLITS.index("test")
+            total = reply.values[f"{source}.{name}"].double().numpy()[pick]
+            total = total if metric.extra else total[:, at]
+            pooled = metric.result(total.sum(0, keepdims=True), count[pick, at].sum(keepdims=True))
+            means["test_pooled"] = number(float(pooled[0]))
+        found[view] = means
+    return found
+
+
+def detection(method: Method, reply: Reply, unseen: np.ndarray) -> RoundRecord:
+    """By view, as means over clients that have test examples: the measures of the first score under their own names, those
+    of the others as score.measure. At the top level, those of the personal models."""
+    found: dict[str, Scores] = {}
+    for view, who in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
+        source = "personal" if view == "personal" and method.has_personal_models else "shared"
+        if source not in method.views:
+            continue
+        values = {m: reply.values[f"{source}.{m}"].double().numpy() for m in MEASURES}
+        tested = who & (values["auroc"][:, 0] >= 0)
+        if tested.any():
             found[view] = {
-                measure if score == FIRST else f"{score}.{measure}": number(
-                    float(up[f"{source}.{score}.{measure}"].double().numpy()[who].mean())
-                )
-                for score in SCORES
-                for measure in MEASURES
+                m if j == 0 else f"{score}.{m}": number(float(values[m][tested, j].mean()))
+                for j, score in enumerate(SCORES)
+                for m in MEASURES
             }
-    return {"detection": found} | {m: found.get("personal", {}).get(m) for m in MEASURES}
+    top = found.get("personal", {})
+    return {"detection": found, "auroc": top.get("auroc"), "fpr95": top.get("fpr95")}
 
 
-def one_by_one(scores: dict, names: list[str], unseen: np.ndarray) -> dict[str, Any]:
-    out: dict[str, Any] = {name: {} for name in names}
-    for view, (accuracy, _) in scores.items():
+def by_client(scores: dict[str, np.ndarray], names: list[str], unseen: np.ndarray) -> dict[str, ClientScores]:
+    out: dict[str, ClientScores] = {name: {} for name in names}
+    for view, accuracy in scores.items():
         rows = [[None if v != v else v for v in row] for row in accuracy.round(6).tolist()]
-        for name, row, away in zip(names, rows, unseen, strict=True):
-            if not (away and view == "personal"):
-                out[name][view] = dict(zip(SPLITS, row, strict=True))
+        for name, row, held_out in zip(names, rows, unseen, strict=True):
+            if not (held_out and view == "personal"):
+                out[name][view] = dict(zip(SPLITS, row, strict=True))  # type: ignore[literal-required]
     return out
 
 
-def summary(accuracy: np.ndarray, loss: np.ndarray) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def summarise(accuracy: np.ndarray, loss: np.ndarray) -> Scores:
+    out: Scores = {}
     for j, split in enumerate(SPLITS):
         known = accuracy[~np.isnan(accuracy[:, j]), j]
         if len(known):
@@ -86,7 +124,7 @@ def summary(accuracy: np.ndarray, loss: np.ndarray) -> dict[str, Any]:
     return out | fairness(accuracy[:, SPLITS.index("test")])
 
 
-def fairness(accuracy: np.ndarray) -> dict[str, float | None]:
+def fairness(accuracy: np.ndarray) -> Scores:
     """How evenly it is spread over clients, on test: the mean of the worst and of the best tenth (at least one client),
     and the variance."""
     known = np.sort(accuracy[~np.isnan(accuracy)])
@@ -100,20 +138,17 @@ def fairness(accuracy: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def headline(record: dict[str, Any]) -> dict[str, float | None]:
-    """G: newcomer view; P: personal view; both on test. Null where there is no such client or no shared model."""
-    return {
-        "G": record.get("newcomer", {}).get("test"),
-        "P": record.get("personal", {}).get("test"),
-    }
+def selection(record: RoundRecord) -> float:
+    """The criterion for choosing rounds and learning rates: validation accuracy of the clients that trained, the mean of
+    the shared and personal views. Personal models alone can stay good while the shared one gets worse."""
+    views = [s["val"] for s in (record.get("shared"), record.get("personal")) if s and "val" in s]
+    return float(np.mean([np.nan if v is None else v for v in views])) if views else float("nan")
 
 
-def selection(record: dict[str, Any]) -> float:
-    """What rounds and learning rates are chosen by: validation accuracy of the clients that trained, shared and
-    personal views alike. The shared view is in it because a personal one can stay high while the shared model rots."""
-    views = [record[v]["val"] for v in ("shared", "personal") if "val" in record.get(v, {})]
-    return float(np.mean(views)) if views else float("nan")
+def mean(values: np.ndarray) -> Number:
+    known = values[~np.isnan(values)]
+    return number(float(known.mean())) if len(known) else None
 
 
-def number(value: float) -> float | None:
+def number(value: float) -> Number:
     return None if np.isnan(value) else round(float(value), 6)

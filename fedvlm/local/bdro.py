@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, FedvlmError, Params, only, tracked
-from fedvlm.local.descent import Slopes, descend
+from fedvlm.core import Batch, Data, FedvlmError, Message, Params, is_running_statistic, select
+from fedvlm.local.base import Local
+from fedvlm.local.descent import Gradients, optimise
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 from fedvlm.seeds import generator
 
 STRIDE = 7919  # noise is drawn once a round and client, and shifted by so much each step
 
 
 @dataclass(frozen=True)
-class Bdro(Sgd):
+class Bdro(Local):
     explore: int = 1  # N, steps up
     ascent: float = 0.01  # their length
     sigma: float = 0.002  # σ, of the noise they start from: a tenth of a context's own
@@ -39,11 +39,13 @@ class Bdro(Sgd):
                 f"hold_outsiders={self.hold_outsiders:g} and evenness={self.evenness:g} must be above 0: both divide"
             )
 
-    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Params:
-        names = [k for k in self.trained(down) if not tracked(k)]
-        return {"loss": descend(self, params, data, self.robust(model, noise(only(params, names), data, self.sigma)))}
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        names = [k for k in message.shared if not is_running_statistic(k)]
+        return {
+            "loss": optimise(self, params, data, self.robust(model, noise(select(params, names), data, self.sigma)))
+        }
 
-    def robust(self, model: Model, start: Params) -> Slopes:
+    def robust(self, model: Model, start: Params) -> Gradients:
         groups = [
             ([k for k in start if k != "outsiders"], self.hold),
             ([k for k in start if k == "outsiders"], self.hold_outsiders),
@@ -55,7 +57,7 @@ class Bdro(Sgd):
             )
 
         @torch.enable_grad()
-        def slopes(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
             away: Params = {}
             for names, hold in groups:
                 away |= {k: start[k][: len(batch.y)].roll(batch.step * STRIDE, -1) for k in names}
@@ -73,7 +75,7 @@ class Bdro(Sgd):
             value = soft * (each / soft + batch.weight.log()).logsumexp(-1) - apart
             return value.detach(), torch.autograd.grad(value.sum(), list(leaves.values()))
 
-        return slopes
+        return gradients
 
 
 def noise(params: Params, data: Data, sigma: float) -> Params:

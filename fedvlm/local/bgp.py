@@ -11,20 +11,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Params
-from fedvlm.local.descent import Slopes, by_autograd
+from fedvlm.core import Batch, Message, Params
+from fedvlm.local.base import Local, anchor_of
+from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 from fedvlm.tasks import Objective
 
 
 @dataclass(frozen=True)
-class Bgp(Sgd):
+class Bgp(Local):
     keep: bool = True  # the paper's personal models are the locally trained ones
     align: float = 1.0  # λ, the weight of the alignment
     phases: Literal["both", "task", "aligned"] = "both"  # ablations: never or always aligned
 
-    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+        anchor = anchor_of(message)
+
         def loss(now: Params, batch: Batch) -> Tensor:
             near = {"both": bool(batch.step % 2), "task": False, "aligned": True}[self.phases]
             if near:
@@ -38,10 +40,10 @@ def aligned(model: Model, objective: Objective, now: Params, anchor: Params, bat
     """The loss + strength × CORAL between the features of this model and of the one that was sent, one number a client.
     Both see the batch as in training: a network's running statistics lag behind, and there the features would explode."""
     adapter, old = model.adapter, now | {k: v.expand_as(now[k]) for k, v in anchor.items() if k in now}
-    logits, here = adapter.both(model.task, now, batch)
+    logits, here = adapter.logits_and_aligned(model.task, now, batch)
     with torch.no_grad():
-        _, there = adapter.both(model.task, old, batch)
-    weight = torch.full_like(here[..., 0], 1 / here.shape[1]) if adapter.aligns == "classes" else batch.weight
+        _, there = adapter.logits_and_aligned(model.task, old, batch)
+    weight = torch.full_like(here[..., 0], 1 / here.shape[1]) if adapter.alignment == "classes" else batch.weight
     return adapter.loss(objective, logits, batch) + strength * coral(here, there, weight)
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter
-from fedvlm.core import Batch, FedvlmError, Params
-from fedvlm.local.descent import Slopes, by_autograd
+from fedvlm.adapters.base import Adapter, HasSharedTwin, class_vectors
+from fedvlm.core import Batch, FedvlmError, Message, Params
+from fedvlm.local.base import Local
+from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 
 
 @dataclass(frozen=True)
-class Contrast(Sgd):
+class Contrast(Local):
     contrast: float = 1.0  # μ
     temperature: float = 0.5  # t
 
@@ -26,17 +26,18 @@ class Contrast(Sgd):
         if not self.temperature > 0:
             raise FedvlmError(f"temperature={self.temperature:g} must be above 0")
 
-    def refuses(self, adapter: Adapter) -> str:
-        fits = adapter.aligns == "classes" and adapter.pairs
+    def incompatible(self, adapter: Adapter) -> str:
+        fits = adapter.alignment == "classes" and isinstance(adapter, HasSharedTwin)
         return "" if fits else "compares the class features of a shared and a private prompt; use adapter=lowrank"
 
-    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
         adapter, task = model.adapter, model.task
         names = task.names()
+        assert isinstance(adapter, HasSharedTwin)  # see `incompatible`
 
         def loss(now: Params, batch: Batch) -> Tensor:
-            logits, whole = adapter.both(task, now, batch)
-            shared = adapter.classes(task, adapter.public(now))
+            logits, whole = adapter.logits_and_aligned(task, now, batch)
+            shared = class_vectors(adapter, task, adapter.shared_only(now))
             toward, away = (shared * names).sum(-1), (shared * whole).sum(-1)
             apart = F.softplus((away - toward) / self.temperature).mean(-1)
             return adapter.loss(self.objective, logits, batch) + self.contrast * apart

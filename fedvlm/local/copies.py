@@ -1,36 +1,36 @@
-"""A client's own copy of the shared parameters: kept in its private row, recalled as its personal model.
+"""A client's personal copy of the shared parameters, kept in its private row.
 
-Until a client has trained there is no copy, and its model is the shared one; so is a newcomer's.
+Until a client has trained there is no copy, and its personal model is the shared one; the same holds for a new client.
 """
 
 import torch
 
 from fedvlm.core import Params
 
-COPY = "personal."
+COPY = "personal."  # prefix of names in a private row that are not the adapter's; refused as a parameter's name
 STARTED = COPY + "started"
 
 
 def empty(shared: Params) -> Params:
-    """The newcomer's row."""
+    """The row of a new client."""
     copy = {COPY + k: torch.zeros_like(v) for k, v in shared.items()}
     return copy | {STARTED: torch.zeros(())} if copy else {}
 
 
-def keep(copy: Params) -> Params:
-    """A copy [clients, ...] as rows."""
+def store(copy: Params) -> Params:
+    """A copy [clients, ...] as private rows."""
     rows = {COPY + k: v for k, v in copy.items()}
     return rows | {STARTED: next(iter(copy.values())).new_ones(len(next(iter(copy.values()))))} if copy else {}
 
 
-def recall(own: Params, down: Params) -> Params:
-    """The copy where there is one, else what was sent."""
-    if not down:
+def load(own: Params, shared: Params) -> Params:
+    """The copy where there is one, else the shared parameters."""
+    if not shared:
         return {}
     started = own[STARTED] > 0
-    return {k: torch.where(started.view(-1, *[1] * (v.dim() - 1)), own[COPY + k], v) for k, v in down.items()}
+    return {k: torch.where(started.view(-1, *[1] * (v.dim() - 1)), own[COPY + k], v) for k, v in shared.items()}
 
 
-def adapters(own: Params) -> Params:
-    """The adapter's private names among a client's own."""
+def adapter_params(own: Params) -> Params:
+    """The adapter's private parameters among a client's row."""
     return {k: v for k, v in own.items() if not k.startswith(COPY)}

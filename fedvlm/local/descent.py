@@ -1,4 +1,4 @@
-"""Gradient descent for a few clients side by side: the loop every local rule shares, and the optimisers in it."""
+"""Gradient descent for a few clients side by side: the training loop that all local rules use, and its optimisers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params, tracked
+from fedvlm.core import Batch, Data, Params, is_running_statistic
 
-Loss = Callable[[Params, Batch], Tensor]  # one number a client
-FOLLOW = 0.1  # of the way from a running statistic to a batch's, each step: batch norm's usual momentum
+Loss = Callable[[Params, Batch], Tensor]  # one number per client
+Gradients = Callable[[Params, Batch], tuple[Tensor, Sequence[Tensor]]]  # the loss, and its gradient in each parameter
 
-Slopes = Callable[[Params, Batch], tuple[Tensor, Sequence[Tensor]]]  # that, and its gradient in each parameter
+MOMENTUM = 0.1  # how far a running statistic moves towards the batch's in a step, as in torch's batch norm
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How a client walks downhill. Optimiser state lives for one round and belongs to one client."""
+class OptimiserSettings:
+    """Optimiser settings of a client. Its optimiser state is reset every round."""
 
     lr: float = 0.01
     epochs: int = 1
@@ -39,109 +39,142 @@ class Pace:
 
 
 @torch.no_grad()
-def descend(pace: Pace, params: Params, data: Data, slopes: Slopes, updates: int = 1) -> Tensor:
-    """Trains `params` [clients, ...] in place for the round's epochs, so many updates a batch; the mean training loss of
-    each client."""
-    total = torch.zeros(len(data), dtype=data.kind, device=data.x.device)
-    steps = np.ceil(data.counts("train") / pace.batch) * pace.epochs
+def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients, updates: int = 1) -> Tensor:
+    """Trains `params` [clients, ...] in place for the round's epochs, with so many updates per batch; returns the mean
+    training loss of each client."""
+    total = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
+    steps = np.ceil(data.counts("train") / settings.batch) * settings.epochs
     if not params:
         return total
-    walk, rate = Walk(pace, params), pace.rate(data)
+    optimiser, rate = Optimiser(settings, params), settings.rate(data)
     active = 0
-    for batch in data.batches(pace.batch, pace.epochs):
+    for batch in data.batches(settings.batch, settings.epochs):
         if len(batch.y) != active:
             active = len(batch.y)
             now = {k: v[:active] for k, v in params.items()}
         for _ in range(updates):
-            each, found = slopes(now, batch)
-            walk.step(active, found, rate)
+            each, found = gradients(now, batch)
+            optimiser.step(active, found, rate)
             total[:active] += each / updates
-    return total / data.here(np.maximum(steps, 1)).to(total.dtype)
+    return total / data.tensor(np.maximum(steps, 1)).to(total.dtype)
 
 
-def by_autograd(loss: Loss) -> Slopes:
-    """The slopes of any loss. Clients do not meet in it, so one backward pass serves them all."""
+def by_autograd(loss: Loss) -> Gradients:
+    """The gradients of any loss. The losses of different clients are independent, so one backward pass serves all."""
 
     @torch.enable_grad()
-    def slopes(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+    def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
         each = loss(leaves, batch)
         return each.detach(), torch.autograd.grad(each, list(leaves.values()), torch.ones_like(each))
 
-    return slopes
+    return gradients
 
 
-def tied(slopes: Slopes, anchor: Params, pull: float) -> Slopes:
-    """The same loss with + pull/2 ‖w − anchor‖², over the anchor's names."""
+def with_proximal_term(gradients: Gradients, anchor: Params, strength: float) -> Gradients:
+    """The loss + strength/2 · ‖w − anchor‖², over the anchor's parameters."""
 
-    def more(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        each, found = slopes(now, batch)
-        if pull == 0 or not anchor:
+    def proximal(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        each, found = gradients(now, batch)
+        if strength == 0 or not anchor:
             return each, found
-        away = {k: v - anchor[k] for k, v in now.items() if k in anchor and not tracked(k)}
+        away = {k: v - anchor[k] for k, v in now.items() if k in anchor and not is_running_statistic(k)}
         extra = torch.stack([a.square().flatten(1).sum(1) for a in away.values()]).sum(0)
-        pulled = [f + pull * away[k] if k in away else f for k, f in zip(now, found, strict=True)]
-        return each + pull / 2 * extra, pulled
+        pulled = [f + strength * away[k] if k in away else f for k, f in zip(now, found, strict=True)]
+        return each + strength / 2 * extra, pulled
 
-    return more
-
-
-def ahead(now: Params, found: Sequence[Tensor], rate: float) -> Params:
-    """One plain step from here, elsewhere: what is trained stays where it is."""
-    return {k: v if tracked(k) else v - rate * f for (k, v), f in zip(now.items(), found, strict=True)}
+    return proximal
 
 
-class Walk:
+def gradient_step(now: Params, found: Sequence[Tensor], rate: float) -> Params:
+    """The parameters after one plain gradient step, as new tensors."""
+    return {k: v if is_running_statistic(k) else v - rate * f for (k, v), f in zip(now.items(), found, strict=True)}
+
+
+class Optimiser:
     """SGD, Adam, AdamW as torch.optim defines them, in place, on the first `active` clients."""
 
-    def __init__(self, pace: Pace, params: Params):
-        self.pace, self.steps = pace, 0
-        self.follow = [(i, v) for i, (k, v) in enumerate(params.items()) if tracked(k)]
-        self.which = [i for i, k in enumerate(params) if not tracked(k)]
-        self.values = [v for k, v in params.items() if not tracked(k)]
+    def __init__(self, settings: OptimiserSettings, params: Params):
+        self.settings, self.steps = settings, 0
+        self.statistics = [(i, v) for i, (k, v) in enumerate(params.items()) if is_running_statistic(k)]
+        self.which = [i for i, k in enumerate(params) if not is_running_statistic(k)]
+        self.values = [v for k, v in params.items() if not is_running_statistic(k)]
         if not all(v.is_contiguous() for v in self.values):
-            raise ValueError("parameters must be contiguous: the fused kernels would read them wrongly, and silently")
-        slots = {"sgd": 1 if pace.momentum else 0, "adam": 2, "adamw": 2}[pace.optimiser]
+            raise ValueError("parameters must be contiguous: the fused kernels would silently read them wrongly")
+        slots = {"sgd": 1 if settings.momentum else 0, "adam": 2, "adamw": 2}[settings.optimiser]
         self.slots = [[torch.zeros_like(v) for v in self.values] for _ in range(slots)]
 
-    def step(self, active: int, slopes: Sequence[Tensor], rate: float) -> None:
+    def step(self, active: int, gradients: Sequence[Tensor], rate: float) -> None:
         self.steps += 1
-        for i, v in self.follow:
-            v[:active].sub_(slopes[i], alpha=FOLLOW)
-        if self.follow:
-            slopes = [slopes[i] for i in self.which]
+        for i, v in self.statistics:
+            v[:active].sub_(gradients[i], alpha=MOMENTUM)
+        if self.statistics:
+            gradients = [gradients[i] for i in self.which]
         values = [v[:active] for v in self.values]
         slots = [[s[:active] for s in slot] for slot in self.slots]
-        if self.pace.optimiser == "sgd":
-            self._sgd(values, slopes, slots, rate)
+        if self.settings.optimiser == "sgd":
+            self._sgd(values, gradients, slots, rate)
         else:
-            self._adam(values, slopes, slots, rate)
+            self._adam(values, gradients, slots, rate)
 
-    def _sgd(self, values: list[Tensor], slopes: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
-        for i, (value, slope) in enumerate(zip(values, slopes, strict=True)):
-            if self.pace.weight_decay:
-                slope = slope + self.pace.weight_decay * value
-            if self.pace.momentum:
-                slope = slots[0][i].mul_(self.pace.momentum).add_(slope)
+    def _sgd(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
+        for i, (value, slope) in enumerate(zip(values, gradients, strict=True)):
+            if self.settings.weight_decay:
+                slope = slope + self.settings.weight_decay * value
+            if self.settings.momentum:
+                slope = slots[0][i].mul_(self.settings.momentum).add_(slope)
             value.sub_(slope, alpha=rate)
 
-    def _adam(self, values: list[Tensor], slopes: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
-        # torch's own fused kernel: a third of the time of separate passes (benchmarks/steps.py)
-        kernel = torch._fused_adam_ if self.pace.optimiser == "adam" else torch._fused_adamw_
-        steps = [torch.tensor(float(self.steps), device=values[0].device)] * len(values) if values else []
-        beta1, beta2 = self.pace.betas
-        kernel(
-            values,
-            [s.contiguous() for s in slopes],
-            slots[0],
-            slots[1],
-            [],
-            steps,
-            lr=rate,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=self.pace.weight_decay,
-            eps=self.pace.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+    def _adam(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
+        settings = self.settings
+        if not values:
+            return
+        update = adam if FUSED is None else fused_adam
+        update(values, [g.contiguous() for g in gradients], slots[0], slots[1], self.steps, rate, settings)
+
+
+Kernel = Callable[..., None]
+_kernels = tuple(k for name in ("_fused_adam_", "_fused_adamw_") if (k := getattr(torch, name, None)) is not None)
+# private to torch, and a third of the time of separate passes (benchmarks/steps.py); None: `adam` serves
+FUSED: tuple[Kernel, ...] | None = _kernels if len(_kernels) == 2 else None
+
+
+def fused_adam(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    step: int,
+    rate: float,
+    settings: OptimiserSettings,
+) -> None:
+    """One step of Adam or AdamW with torch's fused kernel."""
+    assert FUSED is not None
+    kernel = FUSED[0] if settings.optimiser == "adam" else FUSED[1]
+    steps = [torch.tensor(float(step), device=values[0].device)] * len(values)
+    kernel(
+        values, gradients, means, squares, [], steps, lr=rate, beta1=settings.betas[0], beta2=settings.betas[1],
+        weight_decay=settings.weight_decay, eps=settings.eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+def adam(
+    values: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    step: int,
+    rate: float,
+    settings: OptimiserSettings,
+) -> None:
+    """The same with public operations, for a torch without the fused kernel."""
+    beta1, beta2 = settings.betas
+    for value, gradient, mean, square in zip(values, gradients, means, squares, strict=True):
+        if settings.optimiser == "adamw":
+            value.mul_(1 - rate * settings.weight_decay)
+        elif settings.weight_decay:
+            gradient = gradient + settings.weight_decay * value
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        deviation = (square / (1 - beta2**step)).sqrt_().add_(settings.eps)
+        value.addcdiv_(mean, deviation, value=-rate / (1 - beta1**step))

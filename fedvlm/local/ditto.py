@@ -5,15 +5,15 @@ The copy covers the shared names; an adapter's own private names are trained wit
 
 from dataclasses import dataclass
 
-from fedvlm.core import Data, FedvlmError, Params, lift
+from fedvlm.core import Data, FedvlmError, Message, Params
 from fedvlm.local import copies
-from fedvlm.local.descent import descend, tied
+from fedvlm.local.base import Local, anchor_of
+from fedvlm.local.descent import optimise, with_proximal_term
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 
 
 @dataclass(frozen=True)
-class Ditto(Sgd):
+class Ditto(Local):
     keep: bool = True  # always: the copy is the method
     strength: float = 0.1  # λ, the tie between the private copy and the shared model
 
@@ -21,9 +21,9 @@ class Ditto(Sgd):
         if not self.keep:
             raise FedvlmError("keep=false: Ditto is its private copy; leave keep out, or use local=sgd")
 
-    def own_copy(self, model: Model, own: Params, down: Params, trained: Params, data: Data) -> Params:
-        anchor = lift(down)
-        copy = copies.recall(own, anchor)
-        held = {k: v for k, v in trained.items() if k not in down}
-        descend(self, copy, data, tied(model.slopes(self.objective, held), anchor, self.strength))
+    def personal_copy(self, model: Model, own: Params, message: Message, trained: Params, data: Data) -> Params:
+        anchor = anchor_of(message)
+        copy = copies.load(own, anchor)
+        held = {k: v for k, v in trained.items() if k not in message.shared}
+        optimise(self, copy, data, with_proximal_term(model.gradients(self.objective, held), anchor, self.strength))
         return copy

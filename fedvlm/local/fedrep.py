@@ -6,20 +6,20 @@ trains the private part while federating: private_epochs=0.
 
 from dataclasses import dataclass, replace
 
-from fedvlm.core import Data, Params, only
-from fedvlm.local.descent import descend
+from fedvlm.core import Data, Message, Params, select
+from fedvlm.local.base import Local
+from fedvlm.local.descent import optimise
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 
 
 @dataclass(frozen=True)
-class FedRep(Sgd):
+class FedRep(Local):
     private_epochs: int = 1  # on the private part, before `epochs` on the shared one
 
-    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Params:
-        names = self.trained(down)
-        shared, private = only(params, names), {k: v for k, v in params.items() if k not in names}
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        names = message.shared
+        shared, private = select(params, names), {k: v for k, v in params.items() if k not in names}
         if self.private_epochs and private:
             first = replace(self, epochs=self.private_epochs)
-            descend(first, private, data, model.slopes(self.objective, held=shared))
-        return {"loss": descend(self, shared, data, model.slopes(self.objective, held=private))}
+            optimise(first, private, data, model.gradients(self.objective, held=shared))
+        return {"loss": optimise(self, shared, data, model.gradients(self.objective, held=private))}

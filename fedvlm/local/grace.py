@@ -7,20 +7,21 @@ server's half only, so the alignment (CORAL, of those the paper offers), λ = 1 
 
 from dataclasses import dataclass
 
-from fedvlm.core import Params
+from fedvlm.core import Message, Params
+from fedvlm.local.base import Local, anchor_of
 from fedvlm.local.bgp import aligned
-from fedvlm.local.descent import Slopes, by_autograd
+from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.local.model import Model
-from fedvlm.local.perfedavg import taken_ahead
-from fedvlm.local.sgd import Sgd
+from fedvlm.local.perfedavg import meta_gradients
 
 
 @dataclass(frozen=True)
-class Grace(Sgd):
+class Grace(Local):
     keep: bool = True  # its personal models are the locally trained ones
     align: float = 1.0  # λ, the weight of the alignment
     inner: float = 0.01  # α, the inner step
 
-    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+        anchor = anchor_of(message)
         near = by_autograd(lambda now, batch: aligned(model, self.objective, now, anchor, batch, self.align))
-        return taken_ahead(super().slopes(model, anchor, own), near, self.inner)
+        return meta_gradients(super().gradients(model, message, own), near, self.inner)

@@ -1,4 +1,4 @@
-"""An adapter on its task: logits, losses and their slopes, for a few clients side by side."""
+"""An adapter on its task: logits, losses and their gradients, for a few clients side by side."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.base import Adapter, HasGradient, Task
 from fedvlm.core import Batch, Params
-from fedvlm.local.descent import Slopes, by_autograd
+from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.tasks import Objective
 
 
@@ -21,33 +21,44 @@ class Model:
         return self.adapter.logits(self.task, params, x)
 
     def loss(self, objective: Objective, params: Params, batch: Batch) -> Tensor:
-        """In training, one number a client."""
-        return self.adapter.loss(objective, self.adapter.training(self.task, params, batch), batch)
+        """In training, one number per client."""
+        return self.adapter.loss(objective, self.adapter.train_logits(self.task, params, batch), batch)
 
     def losses(self, params: Params, batch: Batch) -> Tensor:
-        """In training, one number an example."""
-        return self.adapter.losses(self.adapter.training(self.task, params, batch), batch.y)
+        """In training, one number per example."""
+        return self.adapter.losses(self.adapter.train_logits(self.task, params, batch), batch.y)
 
-    def slopes(self, objective: Objective, held: Params | None = None) -> Slopes:
-        """The loss and its slope in the parameters that are trained; those `held` beside them stay. By hand where the
-        adapter knows its own transpose (under half the time of a small step, benchmarks/steps.py), by autograd otherwise."""
+    def gradients(self, objective: Objective, held: Params | None = None) -> Gradients:
+        """The loss and its gradient in the parameters that are trained; `held` parameters are fixed. In closed form where
+        the adapter has it (under half the time of a small step, benchmarks/steps.py), by autograd otherwise."""
+        adapter = self.adapter
 
-        def beside(now: Params, batch: Batch) -> Params:
+        def complete(now: Params, batch: Batch) -> Params:
             return now | {k: v[: len(batch.y)] for k, v in (held or {}).items()}
 
-        def by_hand(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-            params = beside(now, batch)
-            each, residual = cross_entropy_slope(self.logits(params, batch.x), batch)
-            found = self.adapter.transpose(self.task, params, batch.x, residual)
+        def closed_form(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+            params = complete(now, batch)
+            each, residual = cross_entropy_gradient(self.logits(params, batch.x), batch)
+            assert isinstance(adapter, HasGradient)
+            found = adapter.gradient(self.task, params, batch.x, residual)
             return each, [found[k] for k in now]
 
-        if objective == "cross-entropy" and self.adapter.transposes:
-            return by_hand
-        return by_autograd(lambda now, batch: self.loss(objective, beside(now, batch), batch))
+        if objective == "cross-entropy" and has_own_gradient(adapter):
+            return closed_form
+        return by_autograd(lambda now, batch: self.loss(objective, complete(now, batch), batch))
 
 
-def cross_entropy_slope(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss, and its slope in the logits: (softmax − one-hot) × weight."""
+def has_own_gradient(adapter: Adapter) -> bool:
+    """Whether `gradient` belongs to this adapter's loss: an adapter that inherits it but changes its logits or its loss
+    is left to autograd."""
+    for kind in type(adapter).__mro__:
+        if vars(kind).keys() & {"gradient", "logits", "train_logits", "loss"}:
+            return "gradient" in vars(kind)
+    return False
+
+
+def cross_entropy_gradient(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss, and its gradient in the logits: (softmax − one-hot) × weight."""
     y, total = batch.y[..., None], logits.logsumexp(-1, keepdim=True)
     loss = batch.mean((total - logits.gather(-1, y))[..., 0])
     weight = batch.weight[..., None]

@@ -11,44 +11,44 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params
-from fedvlm.local.descent import Slopes, ahead
+from fedvlm.core import Batch, Data, Message, Params
+from fedvlm.local.base import Local
+from fedvlm.local.descent import Gradients, gradient_step
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 
 
 @dataclass(frozen=True)
-class PerFedAvg(Sgd):
+class PerFedAvg(Local):
     inner: float = 0.01  # α, the inner step
     steps: int = 1  # inner steps at test
 
     adapts: ClassVar[bool] = True
 
-    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
-        plain = super().slopes(model, anchor, own)
-        return taken_ahead(plain, plain, self.inner)
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+        plain = super().gradients(model, message, own)
+        return meta_gradients(plain, plain, self.inner)
 
-    def adapt(self, model: Model, own: Params, down: Params, data: Data) -> Params:
-        params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, down).items()}
-        plain = super().slopes(model, down, own)
+    def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
+        params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, shared).items()}
+        plain = model.gradients(self.objective)
         if not params:
             return params
         whole = max(1, int(data.counts("train").max(initial=1)))  # all of a client's data is one batch, one step
         for batch in data.batches(whole, self.steps):
             now = {k: v[: len(batch.y)] for k, v in params.items()}
             _, found = plain(now, batch)
-            moved = ahead(now, found, self.inner)
+            moved = gradient_step(now, found, self.inner)
             params = {k: torch.cat([moved[k], v[len(batch.y) :]]) for k, v in params.items()}
         return params
 
 
-def taken_ahead(first: Slopes, then: Slopes, inner: float) -> Slopes:
+def meta_gradients(first: Gradients, then: Gradients, inner: float) -> Gradients:
     """The slope `then` has on half of the batch, one step of `first` on the other half ahead."""
 
     def meta(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         one, other = halves(batch)
         _, found = first(now, one)
-        return then(ahead(now, found, inner), other)
+        return then(gradient_step(now, found, inner), other)
 
     return meta
 

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from fedvlm.core import Params
-from fedvlm.local.descent import Slopes, tied
+from fedvlm.core import Message, Params
+from fedvlm.local.base import Local, anchor_of
+from fedvlm.local.descent import Gradients, with_proximal_term
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 
 
 @dataclass(frozen=True)
-class Prox(Sgd):
+class Prox(Local):
     mu: float = 0.01  # strength of the pull
 
-    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
-        return tied(super().slopes(model, anchor, own), anchor, self.mu)
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+        return with_proximal_term(super().gradients(model, message, own), anchor_of(message), self.mu)

@@ -1,7 +1,7 @@
-"""SCAFFOLD's client (Karimireddy et al., 2020): each step corrected by what this client is known to drift.
+"""SCAFFOLD's client (Karimireddy et al., 2020): every gradient is corrected by how this client is known to drift.
 
-g − c_i + c in place of g;  after K steps c_i⁺ = c_i − c + (w_g − w_i)/(K η) (option II), and c_i⁺ − c_i goes up.
-c_i is private; c comes down beside the shared parameters. K η is the way of plain SGD: keep optimiser=sgd, momentum=0.
+g − c_i + c instead of g;  after K steps c_i⁺ = c_i − c + (w_g − w_i)/(K η) (option II), and c_i⁺ − c_i goes up.
+c_i is private; c comes with the message. K η assumes plain SGD: use optimiser=sgd, momentum=0.
 """
 
 from __future__ import annotations
@@ -13,44 +13,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params, tracked
+from fedvlm.adapters.base import Task
+from fedvlm.core import Batch, Data, Message, Params, is_running_statistic
+from fedvlm.local.base import Local, Shapes, Trained
 from fedvlm.local.copies import COPY
-from fedvlm.local.descent import Slopes
+from fedvlm.local.descent import Gradients
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 
-CONTROL = "control."  # c, beside the shared parameters
-DRIFT = COPY + "drift."  # c_i, in the client's row
+CONTROL = "control."  # prefix of c_i⁺ − c_i in the reply
+DRIFT = COPY + "drift."  # prefix of c_i in a client's row
 
 
 @dataclass(frozen=True)
-class Scaffold(Sgd):
+class Scaffold(Local):
     partner: ClassVar[str] = "scaffold"
 
-    def rows(self, shared: Params) -> Params:
-        return super().rows(shared) | {DRIFT + k: torch.zeros_like(v) for k, v in shared.items()}
+    def uploads(self, task: Task, shared: Params) -> Shapes:
+        return super().uploads(task, shared) | {CONTROL + k: tuple(v.shape) for k, v in shared.items()}
 
-    def trained(self, down: Params) -> Params:
-        return {k: v for k, v in super().trained(down).items() if not k.startswith(CONTROL)}
+    def private_state(self, shared: Params) -> Params:
+        return super().private_state(shared) | {DRIFT + k: torch.zeros_like(v) for k, v in shared.items()}
 
-    def slopes(self, model: Model, anchor: Params, own: Params) -> Slopes:
-        plain = super().slopes(model, anchor, own)
-        ahead = {k: anchor[CONTROL + k] - own[DRIFT + k] for k in self.trained(anchor)}  # c − c_i
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+        plain = super().gradients(model, message, own)
+        correction = {k: message.extra[k][None] - own[DRIFT + k] for k in message.shared}  # c − c_i
 
         def corrected(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
             each, found = plain(now, batch)
             n = len(batch.y)
-            return each, [f + ahead[k][:n] if k in ahead else f for k, f in zip(now, found, strict=True)]
+            return each, [f + correction[k][:n] if k in correction else f for k, f in zip(now, found, strict=True)]
 
         return corrected
 
-    def train(self, model: Model, own: Params, down: Params, data: Data) -> tuple[Params, Params]:
-        kept, up = super().train(model, own, down, data)
-        way = np.maximum(1, -(-data.counts("train") // self.batch) * self.epochs) * self.rate(data)
-        per = data.here(way).to(data.kind)
+    def train(self, model: Model, own: Params, message: Message, data: Data) -> Trained:
+        trained = super().train(model, own, message, data)
+        steps = np.maximum(1, -(-data.counts("train") // self.batch) * self.epochs)
+        distance = data.tensor(steps * self.rate(data)).to(data.dtype)  # K η
         change = {}
-        for k, v in self.trained(down).items():  # a running statistic drifts by right
-            slope = (v - up[k]) / per.view(-1, *[1] * v.dim()) - down[CONTROL + k]
-            change[k] = torch.zeros_like(slope) if tracked(k) else slope
-        drift = {DRIFT + k: own[DRIFT + k] + c for k, c in change.items()}
-        return kept | drift, up | {CONTROL + k: c for k, c in change.items()}
+        for k, v in message.shared.items():
+            drift = (v - trained.shared[k]) / distance.view(-1, *[1] * v.dim()) - message.extra[k]
+            change[k] = torch.zeros_like(drift) if is_running_statistic(k) else drift  # statistics need no correction
+        own = trained.own | {DRIFT + k: own[DRIFT + k] + c for k, c in change.items()}
+        return trained._replace(own=own, values=trained.values | {CONTROL + k: c for k, c in change.items()})

@@ -26,14 +26,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
-from fedvlm.core import REFERENCE, Batch, Data, FedvlmError, Params, lift
-from fedvlm.local.descent import Slopes, descend
+from fedvlm.adapters.base import Adapter, HasRawEmbedding, Task, class_vectors
+from fedvlm.core import Batch, Data, FedvlmError, Message, Params, with_client_axis
+from fedvlm.local.base import Local, Shapes
+from fedvlm.local.descent import Gradients, optimise
 from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
 from fedvlm.seeds import generator
 
-LEAST = 1e-4  # beside a standard deviation
+REINFORCED = "reinforced"  # the stage in which a reference model comes with the message
+LEAST = 1e-4  # added to a standard deviation
 
 
 class Sample(NamedTuple):
@@ -46,7 +47,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TwoStage(Sgd):
+class TwoStage(Local):
     actions: int = 3  # G, drawn for each image
     updates: int = 3  # a batch, in stage 2
     wander: float = 0.1  # σ of the noise on the embedding
@@ -63,57 +64,57 @@ class TwoStage(Sgd):
                 f"actions={self.actions} and updates={self.updates} must be at least 1, wander={self.wander:g} not negative"
             )
 
-    def refuses(self, adapter: Adapter) -> str:
-        able = hasattr(adapter, "embed") and getattr(adapter, "towers", "") != "text"
+    def incompatible(self, adapter: Adapter) -> str:
+        able = isinstance(adapter, HasRawEmbedding) and adapter.alignment == "images"
         return "" if able else "needs embeddings before they are normalised; use adapter=lora towers=image (or both)"
 
-    def sends(self, task: Task) -> dict[str, tuple[int, ...]]:
-        return super().sends(task) | {"clipped": (), "flat": ()}
+    def uploads(self, task: Task, shared: Params) -> Shapes:
+        return super().uploads(task, shared) | {"clipped": (), "flat": ()}
 
-    def walk(self, model: Model, params: Params, down: Params, own: Params, data: Data) -> Params:
-        reference = {k[len(REFERENCE) :]: v for k, v in down.items() if k.startswith(REFERENCE)}
-        nothing = torch.zeros(len(data), dtype=data.kind, device=data.x.device)
-        if not reference:
-            return super().walk(model, params, down, own, data) | {"clipped": nothing, "flat": nothing.clone()}
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        nothing = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
+        if message.stage != REINFORCED:
+            return super().fit(model, params, message, own, data) | {"clipped": nothing, "flat": nothing.clone()}
         count = {"clipped": nothing, "flat": nothing.clone()}
-        slopes = self.reinforce(model, lift(reference), data, count)
-        loss = descend(replace(self, epochs=1), params, data, slopes, self.updates)
-        steps = data.here(np.maximum(1, -(-data.counts("train") // self.batch)) * self.updates)
+        gradients = self.reinforce(model, with_client_axis(message.reference), data, count)
+        loss = optimise(replace(self, epochs=1), params, data, gradients, self.updates)
+        steps = data.tensor(np.maximum(1, -(-data.counts("train") // self.batch)) * self.updates)
         return {"loss": loss} | {k: v / steps for k, v in count.items()}
 
-    def reinforce(self, model: Model, reference: Params, data: Data, count: Params) -> Slopes:
+    def reinforce(self, model: Model, reference: Params, data: Data, count: Params) -> Gradients:
         """Samples when a batch is new, then descends on what was sampled; `count` gathers what is told."""
         kept: list[tuple[Batch, Sample]] = []
 
         @torch.enable_grad()
-        def slopes(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
             if not kept or kept[-1][0] is not batch:
                 with torch.no_grad():
                     kept[:] = [(batch, self.sample(model, now, now | reference, batch, data))]
             sample = kept[-1][1]
             leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
-            policy = model.adapter.training(model.task, leaves, batch).log_softmax(-1)
+            policy = model.adapter.train_logits(model.task, leaves, batch).log_softmax(-1)
             each, clipped = self.objective_of(policy, sample, batch)
             n = len(batch.y)
             count["clipped"][:n] += clipped
             count["flat"][:n] += batch.mean((sample.advantage == 0).all(1).to(batch.weight.dtype))
             return each.detach(), torch.autograd.grad(each.sum(), list(leaves.values()))
 
-        return slopes
+        return gradients
 
     def sample(self, model: Model, old: Params, reference: Params, batch: Batch, data: Data) -> Sample:
         adapter, task = model.adapter, model.task
-        clean = adapter.embed(task, old, batch.x)  # type: ignore[attr-defined]
+        assert isinstance(adapter, HasRawEmbedding)  # see `incompatible`
+        clean = adapter.embed(task, old, batch.x)
         noise, dice = draws(batch, data, self.actions, clean.shape[-1], clean)
         length = clean.norm(dim=-1, keepdim=True)[:, None]
         size = length / clean.shape[-1] ** 0.5 if self.relative else 1.0
         noisy = F.normalize(clean[:, None] + self.wander * size * noise, dim=-1)
-        chances = (task.scale * noisy @ adapter.classes(task, old)[:, None].mT).log_softmax(-1)
+        chances = (task.scale * noisy @ class_vectors(adapter, task, old)[:, None].mT).log_softmax(-1)
         below = chances.exp().cumsum(-1) <= dice[..., None]
         actions = below.sum(-1).clamp(max=chances.shape[-1] - 1)
         taken = chances.gather(-1, actions[..., None])[..., 0]
         reward = (actions == batch.y[:, None]).to(chances.dtype)
-        apart = adapter.training(task, reference, batch).log_softmax(-1)
+        apart = adapter.train_logits(task, reference, batch).log_softmax(-1)
         return Sample(actions, taken, self.advantage(reward, batch.weight), apart)
 
     def advantage(self, reward: Tensor, weight: Tensor) -> Tensor:

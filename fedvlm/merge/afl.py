@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Cohort, State
-from fedvlm.merge.ga import Ga, share
+from fedvlm.local.model import Model
+from fedvlm.merge.ga import Ga, normalised
 
 
 @dataclass(frozen=True)
 class Afl(Ga):
-    pace: float = 0.1  # γ
+    pace: float = 0.1  # γ, the step of the mixture's weights
 
-    def round(self, state: State, cohort: Cohort) -> State:
-        ids, up = cohort.ask("train", state.shared)
-        gaps = self.watch(state, cohort, ids, up)
-        weight = share(state.server["weight"][torch.from_numpy(ids)])
-        weight = simplex(weight + self.pace * up["before"].double())
-        return self.finish(state, cohort, ids, up, weight, gaps)
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        replies = self.gather(state, cohort)
+        weight = normalised(state.server["weight"][torch.from_numpy(replies.ids)])
+        weight = project_to_simplex(weight + self.pace * replies.values["before"].double())
+        return self.finish_weighted(state, cohort, replies, weight)
 
 
-def simplex(point: Tensor) -> Tensor:
+def project_to_simplex(point: Tensor) -> Tensor:
     """The nearest point with entries ≥ 0 that sum to 1 (Duchi et al., 2008)."""
     ordered = point.sort(descending=True).values
     level = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1, dtype=point.dtype)

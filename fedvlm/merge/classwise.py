@@ -1,12 +1,13 @@
-"""The mean by class (FOCoOp 2025, §3.3): what belongs to a class is averaged by how many examples of it each client has.
+"""The mean by class (FOCoOp 2025, §3.3): parameters of a class are averaged by how many of its examples each client has.
 
-t_c = Σ_k |D_kc| t_kc / Σ_k |D_kc|; a class that nobody has this time stays as it was. What belongs to no class is averaged
-by all examples, as in the plain mean. Clients tell how many examples of each class they hold.
+t_c = Σ_k |D_kc| t_kc / Σ_k |D_kc|; a class that no answering client has stays as it was. Other parameters are averaged by
+all examples, as in the plain mean. Clients send how many examples of each class they hold.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,45 +15,44 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Task
 from fedvlm.core import Cohort, Data, Params, State
+from fedvlm.local.base import Shapes
 from fedvlm.local.model import Model
-from fedvlm.merge.mean import Mean, combine
+from fedvlm.merge.base import Merge, Replies
 
-BY_CLASS = ("context", "head")  # parameters whose first axis is the classes (where it is as long)
+BY_CLASS = ("context", "head")  # parameters whose first axis is the classes, where it has their length
 
 
 @dataclass(frozen=True)
-class Classwise(Mean):
-    def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
-        return {"holds": (len(task.classes),)}
+class Classwise(Merge):
+    weights: Literal["size", "uniform"] = "size"
 
-    def collect(self, model: Model, params: Params, data: Data) -> Params:
-        return {"holds": data.holds(len(model.task.classes))}
+    def uploads(self, task: Task) -> Shapes:
+        return {"class_counts": (len(task.classes),)}
 
-    def round(self, state: State, cohort: Cohort) -> State:
-        ids, up = cohort.ask("train", state.shared)
-        gaps = self.watch(state, cohort, ids, up)
-        n = up["n"].double() if self.weights == "size" else torch.ones(len(ids), dtype=torch.float64)
+    def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
+        return {"class_counts": data.class_counts(len(model.task.classes))}, {}
+
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        replies = self.gather(state, cohort)
+        n = replies.sizes(self.weights)
         weight = n / n.sum()
-        cohort.notes["weights"] = dict(zip(ids.tolist(), weight.tolist(), strict=True))
-        cohort.notes["loss"] = float(np.average(up["loss"].double().numpy(), weights=weight.numpy()))
-        shared = combine(up, state.shared, weight)
+        counts, shared = replies.values["class_counts"], replies.sum(weight)
         shared |= {
-            k: by_class(up[k], up["holds"], v) for k, v in state.shared.items() if has_classes(k, v, up["holds"])
+            k: mean_by_class(replies.shared[k], counts, v)
+            for k, v in state.shared.items()
+            if k in BY_CLASS and len(v) == counts.shape[1]
         }
-        return state._replace(shared=self.settle(shared, up, cohort), server=state.server | gaps.kept)
+        loss = float(np.average(replies.values["loss"].double().numpy(), weights=weight.numpy()))
+        return self.finish(state, cohort, replies, self.calibrated(shared, replies, cohort), weight, loss)
 
-    def settle(self, shared: Params, up: Params, cohort: Cohort) -> Params:
-        """What the server does with the mean: nothing. The place for a merge of your own to go on."""
+    def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
+        """What the server does with the mean, for merges that go on from here: nothing."""
         return shared
 
 
-def has_classes(name: str, value: Tensor, holds: Tensor) -> bool:
-    return name in BY_CLASS and len(value) == holds.shape[1]
-
-
-def by_class(replies: Tensor, holds: Tensor, before: Tensor) -> Tensor:
-    """Replies [clients, classes, …] by holdings [clients, classes]."""
-    weight = holds.double() / holds.double().sum(0).clamp(min=1)
+def mean_by_class(replies: Tensor, counts: Tensor, before: Tensor) -> Tensor:
+    """The mean over clients of replies [clients, classes, …], weighted by counts [clients, classes]."""
+    weight = counts.double() / counts.double().sum(0).clamp(min=1)
     mean = torch.einsum("kc,kc...->c...", weight, replies.double())
-    known = (holds.sum(0) > 0).view(-1, *[1] * (before.dim() - 1))
+    known = (counts.sum(0) > 0).view(-1, *[1] * (before.dim() - 1))
     return torch.where(known, mean, before.double()).to(before.dtype)

@@ -1,68 +1,70 @@
 """FAA, FFT-GP's server (Algorithm 1): solve for the weights that make every client's gap the same.
 
-The gap is taken as linear in a client's weight, with slope K_i = (a′_i − a_i)/(G_i − G′_i) from one perturbation (GA's).
-Then a_i = a_i + K_i (G_i − G*) with G* = ΣK_iG_i/ΣK_i (Eqs. 9–11). Eq. 10 can leave the simplex; our reading is
-a_i = max(0, a_i + K_i (G_i − g)) with g such that Σa = 1: the same where Eq. 10 is feasible, and elsewhere the weights
-that make the largest gap smallest. A slope that is not positive, not finite, or from gaps that did not move takes the
-median of the others; without any, GA's weights stand. Two more broadcasts than FedAvg, none of them answered but with a
-number. `every=k` does this each k-th round and GA in between (the paper's Table 15).
+The gap is modelled as linear in a client's weight, with slope K_i = (a′_i − a_i)/(G_i − G′_i) measured by one perturbation
+of the weights (GA's). Then a_i = a_i + K_i (G_i − G*) with G* = ΣK_iG_i/ΣK_i (Eqs. 9–11). Eq. 10 can leave the simplex; our
+reading is a_i = max(0, a_i + K_i (G_i − g)) with g such that Σa = 1: the same where Eq. 10 is feasible, and otherwise the
+weights that minimise the largest gap. A slope that is not positive or not finite is replaced by the median of the others;
+without any usable slope GA's weights are used. Two more broadcasts than FedAvg, answered with one number each.
+`every=k` does this each k-th round and GA in between (the paper's Table 15).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Cohort, Params, State
-from fedvlm.merge.ga import Ga, share
-from fedvlm.merge.mean import combine
+from fedvlm.core import Cohort, State
+from fedvlm.local.model import Model
+from fedvlm.merge.base import Replies
+from fedvlm.merge.ga import Ga, normalised
 
-STILL = 1e-8  # a gap that moved less tells no slope
+SMALLEST_CHANGE = 1e-8  # of a gap: smaller changes make the slope unreliable
 
 
 @dataclass(frozen=True)
 class Faa(Ga):
     every: int = 1  # FAA each k-th round, GA in between
 
-    def round(self, state: State, cohort: Cohort) -> State:
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
         if cohort.round % self.every:
-            return super().round(state, cohort)
-        ids, up = cohort.ask("train", state.shared)
-        gaps = self.watch(state, cohort, ids, up)
-        weight = share(state.server["weight"][torch.from_numpy(ids)])
-        gap = self.gap(state, cohort, ids, up, weight)
-        moved = self.adjust(weight, gap, cohort.round, cohort.rounds)
-        slope = slopes(weight, moved, gap, self.gap(state, cohort, ids, up, moved))
-        weight = moved if slope is None else fair(weight, slope, gap)
-        return self.finish(state, cohort, ids, up, weight, gaps)
+            return super().round(model, state, cohort)
+        replies = self.gather(state, cohort)
+        weight = normalised(state.server["weight"][torch.from_numpy(replies.ids)])
+        gap = self.gap(state, cohort, replies, weight)
+        moved = self.adjusted(weight, gap, cohort.round, cohort.rounds)
+        slope = slopes(weight, moved, gap, self.gap(state, cohort, replies, moved))
+        weight = moved if slope is None else equal_gaps(weight, slope, gap)
+        return self.finish_weighted(state, cohort, replies, weight)
 
-    def gap(self, state: State, cohort: Cohort, ids: np.ndarray, up: Params, weight: Tensor) -> Tensor:
-        """What averaging with these weights costs each client; who does not answer counts as the mean of the rest."""
-        answered, told = cohort.ask("gauge", combine(up, state.shared, weight))
-        loss = dict(zip(answered.tolist(), told["val"].double().tolist(), strict=True))
-        found = torch.tensor([loss.get(i, torch.nan) for i in ids.tolist()], dtype=torch.float64) - up["after"].double()
-        return torch.where(found.isnan(), found.nanmean(), found)
+    def gap(self, state: State, cohort: Cohort, replies: Replies, weight: Tensor) -> Tensor:
+        """Each client's gap under these weights; a client that does not answer counts as the mean of the others."""
+        message = replace(state.message(), shared=replies.sum(weight))
+        answered = cohort.ask("validate", message)
+        loss = dict(zip(answered.ids.tolist(), answered.values["val"].double().tolist(), strict=True))
+        mixed = torch.tensor([loss.get(i, torch.nan) for i in replies.ids.tolist()], dtype=torch.float64)
+        gap = mixed - replies.values["after"].double()
+        return torch.where(gap.isnan(), gap.nanmean(), gap)
 
 
-def slopes(weight: Tensor, moved: Tensor, gap: Tensor, then: Tensor) -> Tensor | None:
-    """K_i, the median of the usable ones where one is not; None where none is."""
-    change = gap - then
+def slopes(weight: Tensor, moved: Tensor, gap: Tensor, moved_gap: Tensor) -> Tensor | None:
+    """K_i, with the median in place of unusable ones; None where none is usable."""
+    change = gap - moved_gap
     raw = (moved - weight) / change
-    usable = (change.abs() >= STILL) & raw.isfinite() & (raw > 0)
+    usable = (change.abs() >= SMALLEST_CHANGE) & raw.isfinite() & (raw > 0)
     if not usable.any():
         return None
     return torch.where(usable, raw, raw[usable].median())
 
 
-def fair(weight: Tensor, slope: Tensor, gap: Tensor) -> Tensor:
-    """a_i = max(0, a_i + K_i (G_i − g)), Σa = 1, exactly: client i is in while g < G_i + a_i/K_i, so try the sorted ones."""
-    leaves = gap + weight / slope
-    order = leaves.argsort(descending=True)
-    kept = slope[order].cumsum(0)
-    level = ((weight + slope * gap)[order].cumsum(0) - 1) / kept
-    stays = leaves[order] >= level  # the largest set whose members all stay in
-    g = level[int(stays.nonzero()[-1])]
-    return share((weight + slope * (gap - g)).clamp(min=0))
+def equal_gaps(weight: Tensor, slope: Tensor, gap: Tensor) -> Tensor:
+    """a_i = max(0, a_i + K_i (G_i − g)) with Σa = 1, exactly: client i has a positive weight while g < G_i + a_i/K_i, so
+    the clients are tried in that order."""
+    threshold = gap + weight / slope
+    order = threshold.argsort(descending=True)
+    total = slope[order].cumsum(0)
+    level = ((weight + slope * gap)[order].cumsum(0) - 1) / total
+    positive = threshold[order] >= level  # the largest set whose members all keep a positive weight
+    g = level[int(positive.nonzero()[-1])]
+    return normalised((weight + slope * (gap - g)).clamp(min=0))

@@ -1,38 +1,34 @@
 """Krum and multi-Krum (Blanchard et al., 2017): only replies with many near neighbours count.
 
-A reply's score is the sum of squared distances to its n − f − 2 nearest others; the `best` ones are averaged (1 is Krum).
+A reply's score is the sum of squared distances to its n − f − 2 nearest neighbours; the `best` ones are averaged (1 is
+Krum). Reported sizes are not used: they are untrusted under Byzantine clients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from fedvlm.core import Cohort, State
-from fedvlm.merge.mean import Mean, combine
+from fedvlm.local.model import Model
+from fedvlm.merge.base import Merge
 
 
 @dataclass(frozen=True)
-class Krum(Mean):
-    weights: Literal["uniform"] = "uniform"  # a liar would give any size
-    byzantine: int = 1  # f, how many may lie
-    best: int = 1  # how many are averaged
+class Krum(Merge):
+    byzantine: int = 1  # f, how many clients may be Byzantine
+    best: int = 1  # how many replies are averaged
 
-    def round(self, state: State, cohort: Cohort) -> State:
-        ids, up = cohort.ask("train", state.shared)
-        gaps = self.watch(state, cohort, ids, up)
-        flat = torch.cat([up["n"][:, None][:, :0], *(up[k].flatten(1) for k in sorted(state.shared))], dim=1).double()
-        apart = torch.cdist(flat, flat).square()
-        near = max(1, min(len(ids) - self.byzantine - 2, len(ids) - 1))
-        score = apart.sort(1).values[:, 1 : near + 1].sum(1)  # the nearest is itself
-        best = score.argsort(stable=True)[: max(1, min(self.best, len(ids)))]
-        weight = torch.zeros(len(ids), dtype=torch.float64)
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        replies = self.gather(state, cohort)
+        n = len(replies.ids)
+        empty = replies.values["n"][:, None][:, :0]  # nothing is shared where all parameters are private
+        flat = torch.cat([empty, *(replies.shared[k].flatten(1) for k in sorted(replies.shared))], dim=1).double()
+        distance = torch.cdist(flat, flat).square()
+        neighbours = max(1, min(n - self.byzantine - 2, n - 1))
+        score = distance.sort(1).values[:, 1 : neighbours + 1].sum(1)  # column 0 is the distance to itself
+        best = score.argsort(stable=True)[: max(1, min(self.best, n))]
+        weight = torch.zeros(n, dtype=torch.float64)
         weight[best] = 1 / len(best)
-        cohort.notes |= {
-            "weights": dict(zip(ids.tolist(), weight.tolist(), strict=True)),
-            "loss": float(up["loss"].median()),
-        }
-        shared = combine(up, state.shared, weight)
-        return state._replace(shared=shared, server=state.server | gaps.kept)
+        return self.finish(state, cohort, replies, replies.sum(weight), weight, replies.median_loss())

@@ -1,20 +1,17 @@
 """Coordinate-wise median (Yin et al., 2018): fewer than half of the clients cannot move it far, whatever they send."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fedvlm.core import Cohort, State
-from fedvlm.merge.mean import Mean
+from fedvlm.local.model import Model
+from fedvlm.merge.base import Merge
 
 
 @dataclass(frozen=True)
-class Median(Mean):
-    weights: Literal["uniform"] = "uniform"  # a liar would give any size
-
-    def round(self, state: State, cohort: Cohort) -> State:
-        ids, up = cohort.ask("train", state.shared)
-        gaps = self.watch(state, cohort, ids, up)
-        cohort.notes |= {"weights": dict.fromkeys(ids.tolist(), 1 / len(ids)), "loss": float(up["loss"].median())}
-        middle = [(len(ids) - 1) // 2, len(ids) // 2]  # torch's quantile refuses large layers
-        shared = {k: up[k].sort(0).values[middle].mean(0) for k in state.shared}
-        return state._replace(shared=shared, server=state.server | gaps.kept)
+class Median(Merge):
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        replies = self.gather(state, cohort)
+        n = len(replies.ids)
+        middle = [(n - 1) // 2, n // 2]  # torch.quantile refuses tensors above 16 million elements
+        shared = {k: v.sort(0).values[middle].mean(0) for k, v in replies.shared.items()}
+        return self.finish(state, cohort, replies, shared, replies.uniform(), replies.median_loss())

@@ -1,4 +1,4 @@
-"""SCAFFOLD's server (Karimireddy et al., 2020): the mean model, and c, the mean drift: c += |S|/N · mean(c_i⁺ − c_i)."""
+"""SCAFFOLD's server (Karimireddy et al., 2020): the mean model, and the control variate c += |S|/N · mean(c_i⁺ − c_i)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from fedvlm.core import Cohort, State
+from fedvlm.local.model import Model
 from fedvlm.local.scaffold import CONTROL
 from fedvlm.merge.mean import Mean
 
@@ -16,9 +17,10 @@ from fedvlm.merge.mean import Mean
 class Scaffold(Mean):
     partner: ClassVar[str] = "scaffold"
 
-    def round(self, state: State, cohort: Cohort) -> State:
-        control = {CONTROL + k: state.server.get(CONTROL + k, torch.zeros_like(v)) for k, v in state.shared.items()}
-        total, answered, kept = self.gather(state, cohort, state.shared | control, plain=control)
-        shared = {k: total[k].to(v.dtype) for k, v in state.shared.items()}
-        moved = {k: v + (total[k] / max(cohort.population, answered)).to(v.dtype) for k, v in control.items()}
-        return state._replace(shared=shared, server=state.server | moved | kept)
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        control = {k: state.server.get(CONTROL + k, torch.zeros_like(v)) for k, v in state.shared.items()}
+        changes = {CONTROL + k: v for k, v in control.items()}
+        found = self.average(state, cohort, state.message(extra=control), sums=changes)
+        clients = max(cohort.population, found.answered)
+        moved = {k: v + (found.sums[k] / clients).to(v.dtype) for k, v in changes.items()}
+        return state._replace(shared=found.mean, server=state.server | moved | found.server)

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, Task
+from fedvlm.adapters.base import Adapter, HasTowers, Task, class_vectors
 from fedvlm.adapters.lora import Lora
-from fedvlm.core import TASK, Cohort, Data, FedvlmError, Params, State, lift, spread
-from fedvlm.local.descent import Pace, descend
+from fedvlm.core import Cohort, Data, FedvlmError, Params, Reply, State, copy_per_client, with_client_axis
+from fedvlm.local.base import Shapes
+from fedvlm.local.descent import OptimiserSettings, optimise
 from fedvlm.local.model import Model
-from fedvlm.merge.stages import Stages, by_client, each
+from fedvlm.merge.base import Start
+from fedvlm.merge.stages import Stages, mean_by_client, training_blocks
 from fedvlm.seeds import generator
 
-TOWER = "text."  # before the names of the text tower's changes, on the server
+TOWER = "text."  # prefix of the text tower's low-rank changes, in the server's state
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,17 @@ class TextServer(Stages):
     def reader(self) -> Lora:
         return Lora(rank=self.text_rank, layers=self.text_layers, projections=("q", "k", "v", "out"), towers="text")
 
-    def collects(self, task: Task) -> dict[str, tuple[int, ...]]:
-        return super().collects(task) | {"embeddings": (-1, task.dim), "labels": (-1,)}
+    def uploads(self, task: Task) -> Shapes:
+        return super().uploads(task) | {"embeddings": (-1, task.dim), "labels": (-1,)}
 
     @torch.no_grad()
-    def collect(self, model: Model, params: Params, data: Data) -> Params:
+    def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
         adapter, task = model.adapter, model.task
         parts = [
-            (adapter.features(task, one, x)[0], adapter.classes(task, one)[0], y)
-            for one, x, y in each(params, data, adapter.block)
+            (adapter.features(task, one, x)[0], class_vectors(adapter, task, one)[0], y)
+            for one, x, y in training_blocks(params, data, adapter.limits.examples)
         ]
-        accuracy = by_client([(z @ text.T).argmax(-1) == y for z, text, y in parts], data, adapter.block)
+        accuracy = mean_by_client([(z @ text.T).argmax(-1) == y for z, text, y in parts], data, adapter.limits.examples)
         rows = torch.cat([z for z, *_ in parts]) if parts else data.x.new_empty(0, task.dim)
         sent, start = [], 0
         for i, (low, high, *_) in zip(data.ids, data.bounds, strict=True):
@@ -73,11 +75,13 @@ class TextServer(Stages):
             sent.append(self.lessen(rows[start : start + n], data.y[int(low) : int(high)], data, int(i)))
             start += n
         longest = max(len(y) for _, y in sent)
-        return {
+        values = {
             "accuracy": accuracy,
             "embeddings": torch.stack([F.pad(z, (0, 0, 0, longest - len(z))) for z, _ in sent]),
-            "labels": torch.stack([F.pad(y.to(z), (0, longest - len(y)), value=-1.0) for z, y in sent]),
+            "labels": torch.stack([F.pad(y.to(z), (0, longest - len(y))) for z, y in sent]),
         }
+        lengths = torch.tensor([len(y) for _, y in sent])
+        return values, {"embeddings": lengths, "labels": lengths}
 
     def lessen(self, z: Tensor, y: Tensor, data: Data, client: int) -> tuple[Tensor, Tensor]:
         """What of a client's embeddings is sent, with labels."""
@@ -101,44 +105,44 @@ class TextServer(Stages):
             made += mine.tensor_split(min(self.groups or len(mine), len(mine)))
         return made
 
-    def refuses(self, adapter: Adapter) -> str:
-        if getattr(adapter, "towers", "") == "image":
+    def incompatible(self, adapter: Adapter) -> str:
+        if isinstance(adapter, HasTowers) and adapter.towers == "image":
             return ""
         return "trains the text tower, beside clients that train the image tower; use adapter=lora towers=image"
 
-    def begin(self, model: Model, seed: int) -> tuple[Params, Params]:
-        _, server = super().begin(model, seed)
+    def init(self, model: Model, clients: int, seed: int) -> Start:
+        start = super().init(model, clients, seed)
         changes = self.reader.init(model.task, seed)
-        return self.say(model.task, changes), server | changes
+        return Start(start.server | changes, self.embeddings(model.task, changes))
 
-    def say(self, task: Task, changes: Params) -> Params:
-        """The class embeddings, of all classes that will be asked for."""
+    def embeddings(self, task: Task, changes: Params) -> Params:
+        """The class embeddings of all classes that will be scored, as the changed text tower computes them."""
         with torch.no_grad():
-            found = {TASK + "text": self.reader.classes(task, lift(changes))[0]}
+            found = {"text": self.reader.class_vectors(task, with_client_axis(changes))[0]}
             if task.novel is not None:
-                found |= {TASK + "novel": self.reader.classes(task.novel, lift(changes))[0]}
+                found["novel"] = self.reader.class_vectors(task.novel, with_client_axis(changes))[0]
         return found
 
-    def serve(self, model: Model, state: State, cohort: Cohort) -> State:
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
         by_id: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def hear(ids: np.ndarray, up: Params) -> None:
-            for i, z, y in zip(ids.tolist(), up["embeddings"], up["labels"], strict=True):
-                by_id[i] = z[y >= 0], y[y >= 0].long()
+        def collect(reply: Reply) -> None:
+            for i, z, y in zip(reply.ids.tolist(), reply.values["embeddings"], reply.values["labels"], strict=True):
+                by_id[i] = z, y.long()
 
-        after = self.train(state, cohort, hear)
+        after = self.train(state, cohort, collect)
         heard = [by_id[i] for i in sorted(by_id)]
         changes = {k: v for k, v in after.server.items() if k.startswith(TOWER)}
         changes, loss = self.learn(model, changes, heard, cohort.round)
         cohort.notes |= {"text_loss": loss, "embeddings": sum(len(y) for _, y in heard)}
-        return after._replace(shared=after.shared | self.say(model.task, changes), server=after.server | changes)
+        return after._replace(task=self.embeddings(model.task, changes), server=after.server | changes)
 
     def learn(
         self, model: Model, changes: Params, heard: list[tuple[Tensor, Tensor]], round: int
     ) -> tuple[Params, float]:
         x, y = (torch.cat(part) for part in zip(*heard, strict=True))
-        pace = Pace(self.text_lr, self.text_epochs, self.text_batch, "adam")
-        params = spread(changes, 1)
+        settings = OptimiserSettings(self.text_lr, self.text_epochs, self.text_batch, "adam")
+        params = copy_per_client(changes, 1)
         data = Data(x, y, np.array([[0, len(y), len(y), len(y)]]), np.array([0]), 0, round)
-        loss = descend(pace, params, data, Model(self.reader, model.task).slopes("cross-entropy"))
+        loss = optimise(settings, params, data, Model(self.reader, model.task).gradients("cross-entropy"))
         return {k: v[0] for k, v in params.items()}, float(loss[0])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedvlm import transport
 from fedvlm.core import Cohort, FedvlmError, Params
+from fedvlm.merge.base import Replies
 from fedvlm.merge.classwise import Classwise
 
 
@@ -28,7 +29,7 @@ class Transport(Classwise):
     seemly: float = 0.1  # share of all outsiders that are taken for class-like
     keep_nouns: bool = False  # one version of each noun goes on, the least class-like
 
-    wants: ClassVar[tuple[str, ...]] = ("context", "outsiders")  # shared parameters it works on
+    requires_parameters: ClassVar[tuple[str, ...]] = ("context", "outsiders")
 
     def __post_init__(self) -> None:
         if not (0 <= self.steady <= 1 and 0 <= self.seemly <= 1 and self.relax > 0):
@@ -36,13 +37,15 @@ class Transport(Classwise):
                 f"steady={self.steady:g} and seemly={self.seemly:g} must be between 0 and 1, relax={self.relax:g} above 0"
             )
 
-    def settle(self, shared: Params, up: Params, cohort: Cohort) -> Params:
-        classes, sets = shared["context"], up["outsiders"]
+    def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
+        classes, sets = shared["context"], replies.shared["outsiders"]
         count, flat = sets.shape[1], sets.flatten(0, 1)
         plan = match(classes, flat, self.relax)
         mass = plan.sum(0)
         often = max(1, round(self.seemly * len(flat))) if self.seemly else 0
-        context = calibrated(classes, flat, plan, mass.sort(descending=True, stable=True).indices[:often], self.steady)
+        context = drawn_to_barycentre(
+            classes, flat, plan, mass.sort(descending=True, stable=True).indices[:often], self.steady
+        )
         keep = least(mass.view(-1, count)) if self.keep_nouns else mass.sort(stable=True).indices[:count].sort().values
         cohort.notes |= {"seemly_mass": float(mass.sort().values[len(flat) - often :].sum())}
         return shared | {"context": context, "outsiders": flat[keep]}
@@ -57,7 +60,7 @@ def match(classes: Tensor, outsiders: Tensor, relax: float) -> Tensor:
     return transport.semi_unbalanced(cost, rows, columns, relax)
 
 
-def calibrated(classes: Tensor, outsiders: Tensor, plan: Tensor, seemly: Tensor, steady: float) -> Tensor:
+def drawn_to_barycentre(classes: Tensor, outsiders: Tensor, plan: Tensor, seemly: Tensor, steady: float) -> Tensor:
     """Each class drawn to the mean of the seemly outsiders it is matched with; one matched with none stays."""
     part = plan[:, seemly]
     total = part.sum(1, keepdim=True)

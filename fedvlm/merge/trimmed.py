@@ -1,22 +1,20 @@
-"""Coordinate-wise trimmed mean (Yin et al., 2018): the mean of what is left when the extremes are cut at both ends."""
+"""Coordinate-wise trimmed mean (Yin et al., 2018): the mean without the largest and smallest values of each coordinate."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fedvlm.core import Cohort, State
-from fedvlm.merge.mean import Mean
+from fedvlm.local.model import Model
+from fedvlm.merge.base import Merge
 
 
 @dataclass(frozen=True)
-class Trimmed(Mean):
-    weights: Literal["uniform"] = "uniform"  # a liar would give any size
-    trim: float = 0.2  # share of clients cut at each end, at least one where three or more answered
+class Trimmed(Merge):
+    trim: float = 0.2  # share of clients removed at each end; at least one where three or more answered
 
-    def round(self, state: State, cohort: Cohort) -> State:
-        ids, up = cohort.ask("train", state.shared)
-        gaps = self.watch(state, cohort, ids, up)
-        cut = min(max(int(self.trim * len(ids)), 1), (len(ids) - 1) // 2)
-        cohort.notes |= {"weights": dict.fromkeys(ids.tolist(), 1 / len(ids)), "loss": float(up["loss"].median())}
-        kept = slice(cut, len(ids) - cut)
-        shared = {k: up[k].sort(0).values[kept].mean(0) for k in state.shared}
-        return state._replace(shared=shared, server=state.server | gaps.kept)
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        replies = self.gather(state, cohort)
+        n = len(replies.ids)
+        cut = min(max(int(self.trim * n), 1), (n - 1) // 2)
+        kept = slice(cut, n - cut)
+        shared = {k: v.sort(0).values[kept].mean(0) for k, v in replies.shared.items()}
+        return self.finish(state, cohort, replies, shared, replies.uniform(), replies.median_loss())

@@ -1,7 +1,8 @@
-"""How evenly a federation serves its clients: who is worst off, and what averaging costs whom, from run folders only.
+"""A figure of how evenly a federation serves its clients, made from run folders only.
 
-Left: each method's clients from the worst served to the best, own models on test. Right: the variance, over clients, of
-the gap (what averaging costs a client, on validation), round by round, where a run recorded it. Means over runs.
+Left: the clients of each method ranked by the test score of their personal models. Right: the variance over clients of
+the generalisation gap (validation loss of the averaged model − that of the client's own model) by round, where a run
+recorded it. Means over runs.
 """
 
 from __future__ import annotations
@@ -9,81 +10,112 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fedvlm.report.figures import LIGHT, Line, Look, brief, caption, gather, score, spread, styled
-from fedvlm.runs import Run
+from fedvlm.folder import RunFolder
+from fedvlm.report.figures import (
+    LIGHT,
+    Line,
+    Picture,
+    Theme,
+    caption,
+    gather,
+    score_name,
+    settled,
+    shorten,
+    spaced,
+    styled,
+    write,
+)
 
-RANKS = np.linspace(0, 100, 101)
+PERCENTILES = np.linspace(0, 100, 101)
+SMALLEST = 1e-12  # variances are drawn as logarithms
 
 
-def figure(runs: list[Run], path: Path, look: Look = LIGHT) -> None:
-    with styled(look):
-        draw(runs, look).savefig(path, format="png", dpi=200, facecolor=look.paper)
+def drawn(runs: list[RunFolder], theme: Theme = LIGHT) -> Picture:
+    """The figure, not written anywhere."""
+    with styled(theme):
+        return settled(draw(runs, theme))
 
 
-def served(line: Line) -> np.ndarray | None:
-    """The score, in percent, of the client at each rank from 0 (worst) to 100 (best); None below two clients."""
+def figure(runs: list[RunFolder], path: Path, theme: Theme = LIGHT) -> None:
+    """Writes the figure as a PNG file."""
+    write(drawn(runs, theme), path, theme)
+
+
+def ranked_scores(line: Line) -> np.ndarray | None:
+    """The score in percent of the client at each percentile, 0 the worst; None for fewer than two clients.
+    Held-out clients are left out."""
     found = []
-    for info in line.infos:
-        clients, away = info["result"]["last"].get("clients", {}), set(info["result"]["unseen"])
-        own = [v.get("personal", v.get("shared", {})).get("test") for n, v in clients.items() if n not in away]
+    for record in line.records:
+        clients, unseen = record.finished.last.get("clients", {}), set(record.finished.unseen)
+        own = [v.get("personal", v.get("shared", {})).get("test") for n, v in clients.items() if n not in unseen]
         known = sorted(100 * v for v in own if v is not None)
         if len(known) > 1:
-            found.append(np.interp(RANKS, np.linspace(0, 100, len(known)), known))
+            found.append(np.interp(PERCENTILES, np.linspace(0, 100, len(known)), known))
     return np.mean(found, axis=0) if found else None
 
 
-def gaps(runs: list[Run], line: Line) -> tuple[list[int], np.ndarray] | None:
-    """Rounds, and the variance of gaps in each."""
-    mine = {i["identity"] for i in line.infos}
-    told = [
+def gap_variances(runs: list[RunFolder], line: Line) -> tuple[list[int], np.ndarray] | None:
+    """The rounds that all runs of a method recorded, and the variance of the gap in each; None where there is none."""
+    identities = {r.identity for r in line.records}
+    by_run = [
         {x["round"]: x["gap_variance"] for x in r.rounds() if "gap_variance" in x}
         for r in runs
-        if r.info["identity"] in mine
+        if r.record.identity in identities
     ]
-    rounds = sorted(set.intersection(*map(set, told))) if told else []
-    return (rounds, np.mean([[t[k] for k in rounds] for t in told], axis=0)) if rounds else None
+    rounds = sorted(set.intersection(*map(set, by_run))) if by_run else []
+    return (rounds, np.mean([[v[k] for k in rounds] for v in by_run], axis=0)) if rounds else None
 
 
-def draw(runs: list[Run], look: Look) -> Figure:
-    lines = gather(runs, look)
-    curves = {x.label: v for x in lines if (v := served(x)) is not None}
-    costs = {x.label: told for x in lines if (told := gaps(runs, x)) is not None}
+def draw(runs: list[RunFolder], theme: Theme) -> Picture:
+    lines = gather(runs, theme)
+    ranked = {x.label: v for x in lines if (v := ranked_scores(x)) is not None}
+    variances = {x.label: found for x in lines if (found := gap_variances(runs, x)) is not None}
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.05, 0.985, 0.94), w_pad=0.12)
-    fig = Figure(figsize=(10 if costs else 6, 5), layout=layout)
-    left, *right = fig.subplots(1, 2 if costs else 1, squeeze=False)[0]
-    for line in (x for x in lines if x.label in curves):
-        left.plot(RANKS, curves[line.label], color=line.colour, lw=1.8)
-        left.plot([0, 100], curves[line.label][[0, -1]], color=line.colour, marker=line.marker, ls="", ms=5)
-    if curves:
-        low, high = left.get_ylim()
-        heights = spread([v[-1] for v in curves.values()], (high - low) * 0.05, low, high)
-        for label, y in zip(curves, heights, strict=True):
-            colour = next(x.colour for x in lines if x.label == label)
-            left.text(103, y, brief(label, 20), color=colour, va="center")
-    left.set(
-        xlim=(0, 100),
-        xlabel="clients, from the worst served to the best, %",
-        ylabel=f"test {score(lines)} of its own model, %",
-    )
-    left.set_title("who is worst off")
+    fig = Picture(figsize=(10 if variances else 6, 5), layout=layout)
+    left, *right = fig.subplots(1, 2 if variances else 1, squeeze=False)[0]
+    plot_ranked(left, lines, ranked)
     for ax in right:
-        for line in (x for x in lines if x.label in costs):
-            rounds, values = costs[line.label]
-            ax.plot(rounds, np.log10(np.maximum(values, 1e-12)), color=line.colour, lw=1.6)
-        ends = {label: float(np.log10(max(values[-1], 1e-12))) for label, (_, values) in costs.items()}
-        low, high = ax.get_ylim()
-        heights = spread(list(ends.values()), (high - low) * 0.05, low, high)
-        last = max(rounds[-1] for rounds, _ in costs.values())
-        for (label, _), y in zip(ends.items(), heights, strict=True):
-            colour = next(x.colour for x in lines if x.label == label)
-            ax.text(last * 1.03, y, brief(label, 20), color=colour, va="center")
-        ax.set(xlim=(0, last), ylim=(low, high), xlabel="round", ylabel="variance of gaps over clients")
-        ax.yaxis.set_major_formatter(lambda power, _: f"{10**power:.1g}")
-        ax.set_title("what averaging costs, unevenly")
+        plot_variances(ax, lines, variances)
     for ax in (left, *right):
-        ax.grid(axis="y", color=look.faint, alpha=0.2, lw=0.6)
-    fig.text(0.008, 0.015, caption(lines), fontsize=7.5, color=look.faint)
+        ax.grid(axis="y", color=theme.muted, alpha=0.2, lw=0.6)
+    fig.text(0.008, 0.015, caption(lines), fontsize=7.5, color=theme.muted)
     return fig
+
+
+def plot_ranked(ax: Axes, lines: list[Line], ranked: dict[str, np.ndarray]) -> None:
+    for line in (x for x in lines if x.label in ranked):
+        ax.plot(PERCENTILES, ranked[line.label], color=line.colour, lw=1.8)
+        ax.plot([0, 100], ranked[line.label][[0, -1]], color=line.colour, marker=line.marker, ls="", ms=5)
+    if ranked:
+        low, high = ax.get_ylim()
+        label_curves(ax, lines, {label: float(v[-1]) for label, v in ranked.items()}, 103, low, high)
+    ax.set(
+        xlim=(0, 100),
+        xlabel="clients ranked from worst to best, percentile",
+        ylabel=f"test {score_name(lines)} of the personal model, %",
+    )
+    ax.set_title("scores of the clients")
+
+
+def plot_variances(ax: Axes, lines: list[Line], variances: dict[str, tuple[list[int], np.ndarray]]) -> None:
+    for line in (x for x in lines if x.label in variances):
+        rounds, values = variances[line.label]
+        ax.plot(rounds, np.log10(np.maximum(values, SMALLEST)), color=line.colour, lw=1.6)
+    ends = {label: float(np.log10(max(values[-1], SMALLEST))) for label, (_, values) in variances.items()}
+    low, high = ax.get_ylim()
+    last = max(rounds[-1] for rounds, _ in variances.values())
+    label_curves(ax, lines, ends, last * 1.03, low, high)
+    ax.set(xlim=(0, last), ylim=(low, high), xlabel="round", ylabel="variance over clients")
+    ax.yaxis.set_major_formatter(lambda power, _: f"{10**power:.1g}")
+    ax.set_title("generalisation gap")
+
+
+def label_curves(ax: Axes, lines: list[Line], ends: dict[str, float], x: float, low: float, high: float) -> None:
+    """Writes each method's label at `x`, near the end of its curve."""
+    colours = {line.label: line.colour for line in lines}
+    heights = spaced(list(ends.values()), (high - low) * 0.05, low, high)
+    for label, y in zip(ends, heights, strict=True):
+        ax.text(x, y, shorten(label, 20), color=colours[label], va="center")

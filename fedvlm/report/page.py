@@ -1,81 +1,109 @@
-"""Everything that a set of run folders says, as one HTML file that opens anywhere and asks nobody for anything."""
+"""`fedvlm report`: tables and figures of a set of run folders as one self-contained HTML file."""
 
 from __future__ import annotations
 
 import base64
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from fedvlm.core import FedvlmError
-from fedvlm.evaluate.protocols import MEASURES, opened, row, target
+from fedvlm.errors import FedvlmError
+from fedvlm.evaluate.protocols import MEASURES, is_base_to_novel, row, target, value_of
+from fedvlm.folder import RunFolder
+from fedvlm.records import DataRecord, RunRecord
 from fedvlm.report import fairness
-from fedvlm.report.figures import DARK, LIGHT, Look, figure
-from fedvlm.report.tables import DASH, against, grouped, settings, short, summarise
-from fedvlm.runs import Run
+from fedvlm.report.figures import DARK, LIGHT, Theme, figure
+from fedvlm.report.tables import (
+    DASH,
+    Groups,
+    against,
+    backbone_id,
+    format_value,
+    grouped,
+    settings,
+    split_sizes,
+    summarise,
+)
 
-WIDEST = 24  # columns of an accuracy matrix that still can be read
+MOST_COLUMNS = 24  # of a matrix of accuracies; wider ones are unreadable and left out
 
 
-def page(runs: list[Run], path: Path) -> None:
+class Cell(NamedTuple):
+    text: str
+    heat: float  # 0 to 1 on the colour scale
+    held_out: bool
+
+
+class Matrix(NamedTuple):
+    """Test accuracy of one method: a row per held-out target, a column per domain (or client)."""
+
+    label: str
+    names: list[str]
+    rows: dict[str, list[Cell]]
+
+
+def page(runs: list[RunFolder], path: Path) -> None:
     try:
         import jinja2
     except ImportError:
         raise FedvlmError('the HTML page needs jinja2; install it with `pip install "fedvlm[report]"`') from None
     groups = grouped(runs)
     table = summarise(runs)
+    base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    # autoescape: names of domains, classes and folders are other people's text
+    # autoescape: names of domains, classes and folders are untrusted text
     engine = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     html = engine.get_template("page.html.j2").render(
         title=heading(groups),
         facts=facts(groups),
         table=table,
-        halved=[opened(i) for group in groups.values() for i in group],
+        any_base_to_novel=any(base_to_novel),
+        all_base_to_novel=all(base_to_novel),
         verdicts=against(table),
-        pictures={"light": picture(figure, runs, LIGHT), "dark": picture(figure, runs, DARK)},
+        scores={"light": picture(figure, runs, LIGHT), "dark": picture(figure, runs, DARK)},
         fairness={"light": picture(fairness.figure, runs, LIGHT), "dark": picture(fairness.figure, runs, DARK)},
         matrices=matrices(groups),
-        widest=WIDEST,
-        traffic=[traffic(label, infos) for label, infos in groups.items()],
+        most_columns=MOST_COLUMNS,
+        traffic=[traffic(label, records) for label, records in groups.items()],
         runs=listing(runs),
         unfinished=[r.folder.name for r in runs if not r.done],
     )
     path.write_text(html, encoding="utf-8")
 
 
-def heading(groups: dict[str, list[dict[str, Any]]]) -> str:
-    infos = [i for group in groups.values() for i in group]
-    return f"{each(i['data']['name'] for i in infos)} with {each(i['backbone']['name'].split('@')[0] for i in infos)}"
+def heading(groups: Groups) -> str:
+    records = [r for group in groups.values() for r in group]
+    return f"{distinct(r.data.name for r in records)} with {distinct(r.backbone.name for r in records)}"
 
 
-def facts(groups: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
-    infos = [i for group in groups.values() for i in group]
-    data = [i["data"] for i in infos]
+def facts(groups: Groups) -> dict[str, str]:
+    """What was run, by heading."""
+    records = [r for group in groups.values() for r in group]
+    data = [r.data for r in records]
     return {
-        "data": each(f"{d['name']}: {d['images']:,} examples, {classes(d)}" for d in data),
-        "domains": each(", ".join(d["domains"]) for d in data),
-        "backbone": each(i["backbone"]["name"] for i in infos),
-        "split": each("/".join(f"{s:g}" for s in i["config"]["split"]) + " % train/val/test" for i in infos),
-        "held out": each(target(i) for i in infos),
-        "seeds": each(i["config"]["seed"] for i in infos),
-        "rounds": "; ".join(f"{k}: {each(i['result']['last']['round'] for i in v)}" for k, v in groups.items()),
-        "versions": each(", ".join(f"{k} {v}" for k, v in i["versions"].items() if k != "commit") for i in infos),
-        "commit": each(i["versions"].get("commit") or "unknown" for i in infos),
+        "data": distinct(f"{d.name}: {d.images:,} examples, {classes(d)}" for d in data),
+        "domains": distinct(", ".join(d.domains) for d in data),
+        "backbone": distinct(map(backbone_id, records)),
+        "split": distinct("/".join(split_sizes(r)) + " % train/val/test" for r in records),
+        "held out": distinct(map(target, records)),
+        "seeds": distinct(r.seed for r in records),
+        "rounds": "; ".join(f"{k}: {distinct(r.finished.last['round'] for r in v)}" for k, v in groups.items()),
+        "versions": distinct(", ".join(f"{k} {v}" for k, v in r.versions.items() if k != "commit") for r in records),
+        "commit": distinct(r.versions.get("commit") or "unknown" for r in records),
     }
 
 
-def classes(data: dict[str, Any]) -> str:
-    novel = len(data.get("novel", []))
-    return f"{len(data['classes'])} classes" + (f" trained on and {novel} kept from everybody" if novel else "")
+def classes(data: DataRecord) -> str:
+    novel = len(data.novel)
+    return f"{len(data.classes)} classes" + (f" trained on and {novel} kept from everybody" if novel else "")
 
 
-def each(values: Any) -> str:
-    """Every different value once, in order of appearance."""
+def distinct(values: Iterable[object]) -> str:
+    """Each distinct value once, in order of appearance."""
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
@@ -83,47 +111,48 @@ def percent(value: float | None) -> str:
     return DASH if value is None or np.isnan(value) else f"{100 * value:.1f}"
 
 
-def picture(draw: Callable[[list[Run], Path, Look], None], runs: list[Run], look: Look) -> str:
+def picture(draw: Callable[[list[RunFolder], Path, Theme], None], runs: list[RunFolder], theme: Theme) -> str:
+    """The figure as a PNG in base64."""
     with tempfile.TemporaryDirectory() as folder:
-        draw(runs, Path(folder) / "figure.png", look)
+        draw(runs, Path(folder) / "figure.png", theme)
         return base64.b64encode((Path(folder) / "figure.png").read_bytes()).decode()
 
 
-def matrices(groups: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A heat map a method, on one scale of colour."""
-    found = {label: accuracies(infos) for label, infos in groups.items()}
-    known = [v for cells in found.values() for v, _ in cells.values() if not np.isnan(v)]
+def matrices(groups: Groups) -> list[Matrix]:
+    """One matrix per method, all on one colour scale."""
+    by_method = {label: accuracies(records) for label, records in groups.items()}
+    known = [v for cells in by_method.values() for v, _ in cells.values() if not np.isnan(v)]
     low, span = (min(known), max(known) - min(known) or 1.0) if known else (0.0, 1.0)
     out = []
-    for label, cells in found.items():
+    for label, cells in by_method.items():
         names = sorted({name for _, name in cells})
-        rows: dict[str, list[dict[str, Any]]] = {gone: [] for gone in sorted({gone for gone, _ in cells})}
-        for gone, name in ((gone, name) for gone in rows for name in names):
-            value, held = cells.get((gone, name), (np.nan, False))
-            rows[gone].append(
-                {"text": percent(value), "heat": round(np.nan_to_num((value - low) / span), 3), "held": held}
-            )
-        if 0 < len(names) <= WIDEST:
-            out.append({"label": label, "names": names, "rows": rows})
+        rows: dict[str, list[Cell]] = {held: [] for held in sorted({held for held, _ in cells})}
+        for held, name in ((held, name) for held in rows for name in names):
+            value, held_out = cells.get((held, name), (np.nan, False))
+            heat = round(float(np.nan_to_num((value - low) / span)), 3)
+            rows[held].append(Cell(percent(value), heat, held_out))
+        if 0 < len(names) <= MOST_COLUMNS:
+            out.append(Matrix(label, names, rows))
     return out
 
 
-def accuracies(infos: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, bool]]:
-    """(held out, tested) → test accuracy, mean over seeds, and whether nobody trained on it."""
+def accuracies(records: list[RunRecord]) -> dict[tuple[str, str], tuple[float, bool]]:
+    """(held-out target, tested domain) → test accuracy as mean over seeds, and whether that domain was held out."""
     cells: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
-    for info in infos:
-        for name, entry in row(info).items():
-            cells[target(info), name].append(entry)
+    for record in records:
+        for name, entry in row(record).items():
+            cells[target(record), name].append(entry)
     return {key: (float(np.mean([v for v, _ in found])), found[0][1]) for key, found in cells.items()}
 
 
-def traffic(label: str, infos: list[dict[str, Any]]) -> dict[str, str]:
-    """What went over the wire in training, all clients together; scoring is not counted."""
-    line = {"method": label, "clients a round": each(i["result"]["last"].get("asked", DASH) for i in infos)}
-    for way in ("up", "down"):
-        total = float(np.mean([i["result"][f"bytes_{way}"] for i in infos]))
-        line[f"{way} a round"] = size(total / max(1, infos[0]["result"]["last"]["round"]))
-        line[f"{way} in all"] = size(total)
+def traffic(label: str, records: list[RunRecord]) -> dict[str, str]:
+    """Bytes sent in training, all clients together; evaluation is not counted."""
+    results = [r.finished for r in records]
+    line = {"method": label, "clients per round": distinct(r.last.get("asked", DASH) for r in results)}
+    for way, counts in {"up": [r.bytes_up for r in results], "down": [r.bytes_down for r in results]}.items():
+        total = float(np.mean(counts))
+        line[f"{way} per round"] = size(total / max(1, results[0].last["round"]))
+        line[f"{way} in total"] = size(total)
     return line
 
 
@@ -135,18 +164,18 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}" if count else "0"
 
 
-def listing(runs: list[Run]) -> list[dict[str, str]]:
-    """The finished runs, each with the settings in which they are not all alike."""
-    found = [(r.folder.name, r.info) for r in runs if r.done]
-    flat = [settings(info) for _, info in found]
-    kinds = {k: {short(f[k]) for f in flat if k in f} for f in flat for k in f}
-    some, every = (kind(opened(info) for _, info in found) for kind in (any, all))
-    measures = [*(() if every else ("G", "P")), *(MEASURES if some else ())]
+def listing(runs: list[RunFolder]) -> list[dict[str, str]]:
+    """The finished runs, each with the settings that are not the same for all of them."""
+    finished = [(r.folder.name, record) for r in runs if (record := r.record).result is not None]
+    by_run = [settings(record) for _, record in finished]
+    values = {k: {format_value(s[k]) for s in by_run if k in s} for s in by_run for k in s}
+    base_to_novel = [is_base_to_novel(record) for _, record in finished]
+    metrics = [*(() if all(base_to_novel) else ("G", "P")), *(MEASURES if any(base_to_novel) else ())]
     out = []
-    for (name, info), mine in zip(found, flat, strict=True):
-        own = ", ".join(f"{k}={short(v) or 'none'}" for k, v in mine.items() if len(kinds[k]) > 1)
-        last = info["result"]["last"]
-        line = {"folder": name, "method": info["method"], "held out": target(info), "seed": str(info["config"]["seed"])}
-        line |= {m: percent(last.get(m)) for m in measures}
-        out.append(line | {"settings that differ": own or DASH})
+    for (name, record), own in zip(finished, by_run, strict=True):
+        differing = ", ".join(f"{k}={format_value(v) or 'none'}" for k, v in own.items() if len(values[k]) > 1)
+        method, held = record.method.label, target(record)
+        line = {"folder": name, "method": method, "held out": held, "seed": str(record.seed)}
+        line |= {m: percent(value_of(record.finished.last, m)) for m in metrics}
+        out.append(line | {"settings that differ": differing or DASH})
     return out

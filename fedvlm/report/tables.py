@@ -1,268 +1,309 @@
-"""Run folders → one row a method: G, P, C (or local, base, novel, hm) with mean ± standard deviation over seeds, and the
-paper's numbers beside."""
+"""Tables from run folders: one row per method with G, P, C (or local, base, novel, hm) as mean ± standard deviation over
+seeds, costs, the numbers published in the method's paper, and the further metrics that were recorded (metrics=)."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections import defaultdict
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from fedvlm.config import recipe
-from fedvlm.core import FedvlmError
-from fedvlm.evaluate.protocols import MEASURES, by_seed, opened, partial, target
-from fedvlm.runs import Run, binding
+from fedvlm.config import binding
+from fedvlm.errors import FedvlmError
+from fedvlm.evaluate.protocols import MEASURES, by_seed, is_base_to_novel, mean_if_complete, partial, target, value_of
+from fedvlm.folder import RunFolder
+from fedvlm.records import Number, RunRecord, Select, Settings
+from fedvlm.report.table import SeedScores, Table
 
 METRICS = ("G", "P", "C")
-KINDS = (METRICS, MEASURES)  # of the usual protocols, and of base-to-novel
-EVERY = (*METRICS, *MEASURES)
-FAIR = ("worst", "best")  # of the clients' own models, in percent
-TOLD = ("cacc", "auroc", "fpr95")  # under corruptions, and outsiders told from insiders; own models, in percent
-DASH = "–"
+PROTOCOL_METRICS = (METRICS, MEASURES)  # of the usual protocols, and of base-to-novel
+ALL_METRICS = (*METRICS, *MEASURES)
+TENTHS = ("worst", "best")  # mean accuracy of the worst and of the best tenth of the clients, personal models
+ROBUSTNESS = ("cacc", "auroc", "fpr95")  # accuracy on corrupted images, detection of outsiders; personal models
+NOT_SETTINGS = ("seed", "unseen", "engine", "chunk", "threads", "metrics")  # keys in which runs of one row may differ
+DASH = "–"  # no such value
+
+Numbers = dict[str, Number]  # a row of the table; counts are integers
+Groups = dict[str, list[RunRecord]]  # finished runs by the label of their row
 
 
-@dataclass
-class Table:
-    columns: list[str]
-    rows: list[dict[str, str]]
-    notes: list[str] = field(default_factory=list)
-    values: list[dict[str, Any]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
+def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True) -> Table:
+    """The table of these runs.
 
-
-def summarise(runs: list[Run], select: str = "last", apart: bool = True) -> Table:
-    """select: `last` round, or `selected` on validation; never the best on test. apart=False puts all of a method's
-    runs into one row whatever their settings (where each target has a learning rate of its own)."""
+    select: the round that is reported, "last" or "selected" (the best on validation, never on test).
+    apart: whether runs of one method with different settings are separate rows; False where the settings differ by
+    design, such as a learning rate chosen for each target.
+    """
     groups = grouped(runs, apart)
-    values = [
-        {"method": name} | scores(g, select) | fairness(g, select) | costs(g) | paper(g) for name, g in groups.items()
+    values = {name: scores(g, select) | fairness(g, select) | costs(g) | published(g) for name, g in groups.items()}
+    known = {"method", *(key for row in values.values() for key in row)}
+    further = {m: m if m not in known else f"metrics.{m}" for m in further_metrics(groups, select)}  # metric → its key
+    for name, group in groups.items():
+        values[name] |= {k: v for m, key in further.items() for k, v in further_values(group, m, key, select).items()}
+    records = [r for group in groups.values() for r in group]
+    shown = [
+        metrics for metrics in PROTOCOL_METRICS if any((metrics is MEASURES) == is_base_to_novel(r) for r in records)
     ]
-    infos = [i for group in groups.values() for i in group]
-    kinds = [kind for kind in KINDS if any((kind is MEASURES) == opened(i) for i in infos)]
-    shown = ["method", *(m for kind in kinds for m in kind)]
-    keys = {by_paper(kind): [f"paper_{m}" for m in kind] for kind in kinds}
-    keys |= {"worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
-    keys |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
-    shown += [column for column, needs in keys.items() if any(v.get(k) is not None for v in values for k in needs)]
-    shown += ["MB up/round", "shared", "private", "seconds"]
-    published = any(by_paper(kind) in shown for kind in KINDS)
-    return Table(shown, [cells(v) for v in values], notes(groups, select, published), values)
+    columns = ["method", *(m for metrics in shown for m in metrics)]
+    optional = {paper_column(metrics): [f"paper_{m}" for m in metrics] for metrics in shown}  # column → its values
+    optional |= {"worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
+    optional |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
+    columns += [c for c, keys in optional.items() if any(v.get(k) is not None for v in values.values() for k in keys)]
+    columns += ["MB up/round", "shared", "private", "seconds", *further.values()]
+    has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
+    return Table(
+        columns,
+        [format_row(name, row, list(further.values())) for name, row in values.items()],
+        notes(groups, select, has_published, list(further.values())),
+        [{"method": name, **row} for name, row in values.items()],
+        {name: compared(group, select) for name, group in groups.items()},
+    )
 
 
-def scores(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
-    """Every measure in percent with its standard deviation over seeds; None where a method has no such model."""
-    seeds = by_seed(infos, select)
-    out: dict[str, Any] = {"runs": len(infos), "seeds": len(seeds)}
-    for metric in EVERY:
-        found = [100 * v for s in seeds.values() if (v := s.get(metric)) is not None]
-        whole = bool(found) and len(found) == len(seeds)
-        out[metric] = float(np.mean(found)) if whole else None
-        out[f"{metric}_std"] = float(np.std(found, ddof=1)) if whole and len(found) > 1 else None
-    out["judged"] = "hm" if all(map(opened, infos)) else "C"  # what `against` compares
-    return out | {"by_seed": {s: 100 * v for s, one in seeds.items() if (v := one.get(out["judged"])) is not None}}
+def scores(records: list[RunRecord], select: Select) -> Numbers:
+    """Every metric in percent with its standard deviation over seeds; None where a method has no such model."""
+    seeds = by_seed(records, select)
+    out: Numbers = {"runs": len(records), "seeds": len(seeds)}
+    for metric in ALL_METRICS:
+        known = [100 * v for s in seeds.values() if (v := s.get(metric)) is not None]
+        complete = bool(known) and len(known) == len(seeds)
+        out[metric] = float(np.mean(known)) if complete else None
+        out[f"{metric}_std"] = float(np.std(known, ddof=1)) if complete and len(known) > 1 else None
+    return out
 
 
-def by_paper(kind: tuple[str, ...]) -> str:
-    """The column of the published numbers."""
-    return f"paper {'/'.join(kind)}"
+def compared(records: list[RunRecord], select: Select) -> SeedScores:
+    """The scores by which `against` compares methods."""
+    metric = "hm" if all(map(is_base_to_novel, records)) else "C"
+    by = by_seed(records, select)
+    return SeedScores(metric, {s: 100 * v for s, one in by.items() if (v := one.get(metric)) is not None})
 
 
-def shown_of(table: Table) -> list[str]:
-    """Which measures a table has."""
-    return [c for c in table.columns if c in EVERY]
+def paper_column(metrics: tuple[str, ...]) -> str:
+    """The name of the column with published numbers."""
+    return f"paper {'/'.join(metrics)}"
 
 
-def fairness(infos: list[dict[str, Any]], select: str) -> dict[str, Any]:
-    """The worst and best tenth of the clients' own models in percent, and the variance of what averaging costs them."""
-    results = [i["result"] for i in infos]
-    found = {key: [r[select].get("personal", {}).get(key) for r in results] for key in FAIR}
-    found |= {key: [r[select].get(key) for r in results] for key in TOLD}
-    found["gap_variance"] = [r.get("gap_variance") for r in results]
+def metrics_of(table: Table) -> list[str]:
+    return [c for c in table.columns if c in ALL_METRICS]
+
+
+def fairness(records: list[RunRecord], select: Select) -> Numbers:
+    """The worst and best tenth of the clients, robustness (all in percent), and the variance over clients of the
+    generalisation gap; means over runs, None where a run did not record it."""
+    results = [r.finished for r in records]
+    found = {key: [r.at(select).get("personal", {}).get(key) for r in results] for key in TENTHS}
+    found |= {key: [value_of(r.at(select), key) for r in results] for key in ROBUSTNESS}
+    percents = {key: percent(mean_if_complete(values)) for key, values in found.items()}
+    return percents | {"gap_variance": mean_if_complete([r.gap_variance for r in results])}
+
+
+def further_metrics(groups: Groups, select: Select) -> list[str]:
+    """The metrics of `metrics=`, each once, in order of appearance."""
+    records = [r.finished.at(select) for group in groups.values() for r in group]
+    return list(dict.fromkeys(m for record in records for m in record.get("metrics", {})))
+
+
+def further_values(records: list[RunRecord], metric: str, key: str, select: Select) -> Numbers:
+    """Of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled, the value of all clients'
+    examples together; in percent where the metric is a share; None where a run did not record it."""
+    found = [r.finished.at(select).get("metrics", {}).get(metric, {}).get("personal", {}) for r in records]
+    splits = {key: "test", f"{key}_pooled": "test_pooled"}
+    shares = all(m.percent for r in records for m in r.metrics if m.name == metric)
+    means = {k: mean_if_complete([scores.get(split) for scores in found]) for k, split in splits.items()}
+    return {k: percent(v) if shares else v for k, v in means.items()}
+
+
+def percent(value: Number) -> Number:
+    return None if value is None else value * 100
+
+
+def costs(records: list[RunRecord]) -> Numbers:
+    """MB per round, seconds (means over runs), and the number of shared and private parameters."""
+    results = [r.finished for r in records]
+    rounds = [max(1, r.last["round"]) for r in results]
+    up = [r.bytes_up / n / 1e6 for r, n in zip(results, rounds, strict=True)]
+    down = [r.bytes_down / n / 1e6 for r, n in zip(results, rounds, strict=True)]
     return {
-        k: None if any(x is None for x in v) else float(np.mean(v)) * (100 if k in (*FAIR, *TOLD) else 1)
-        for k, v in found.items()
+        "up_mb": float(np.mean(up)),
+        "down_mb": float(np.mean(down)),
+        "seconds": float(np.mean([r.seconds for r in results])),
+        **results[0].parameters,
     }
 
 
-def costs(infos: list[dict[str, Any]]) -> dict[str, Any]:
-    results = [i["result"] for i in infos]
-    rounds = [max(1, r["last"]["round"]) for r in results]
-    wire = {way: [r[f"bytes_{way}"] / n / 1e6 for r, n in zip(results, rounds, strict=True)] for way in ("up", "down")}
-    return {
-        **{f"{way}_mb": float(np.mean(sizes)) for way, sizes in wire.items()},
-        "seconds": float(np.mean([r["seconds"] for r in results])),
-        **results[0]["parameters"],
-    }
+def published(records: list[RunRecord]) -> Numbers:
+    """What the method's paper reports for this data set, in percent; empty where it reports nothing."""
+    metrics = MEASURES if is_base_to_novel(records[0]) else METRICS
+    numbers = {m: n for m, n in records[0].published.items() if m in metrics}
+    return {f"paper_{m}": n for m, n in numbers.items() if isinstance(n, int | float)}
 
 
-def paper(infos: list[dict[str, Any]]) -> dict[str, Any]:
-    kind = MEASURES if opened(infos[0]) else METRICS
-    return {f"paper_{m}": n for m, n in paper_numbers(infos[0]).items() if m in kind}
-
-
-def cells(value: dict[str, Any]) -> dict[str, str]:
-    """A row as text."""
-    row = {m: plus_minus(value[m], value[f"{m}_std"]) for m in EVERY}
-    for kind in KINDS:
-        if any(f"paper_{m}" in value for m in kind):
-            row[by_paper(kind)] = " / ".join(plus_minus(value.get(f"paper_{m}"), None) for m in kind)
+def format_row(name: str, value: Numbers, further: list[str]) -> dict[str, str]:
+    row = {m: plus_minus(value[m], value[f"{m}_std"]) for m in ALL_METRICS}
+    for metrics in PROTOCOL_METRICS:
+        if any(f"paper_{m}" in value for m in metrics):
+            row[paper_column(metrics)] = " / ".join(plus_minus(value.get(f"paper_{m}"), None) for m in metrics)
     return row | {
-        "method": value["method"],
+        "method": name,
         "worst 10 %": plus_minus(value["worst"], None),
         "corrupted": plus_minus(value["cacc"], None),
         "AUROC": plus_minus(value["auroc"], None),
         "FPR95": plus_minus(value["fpr95"], None),
-        "gap variance": DASH if value["gap_variance"] is None else f"{value['gap_variance']:.3g}",
-        "MB up/round": f"{value['up_mb']:.3g}",
-        "shared": f"{value['shared']:,}",
-        "private": f"{value['private']:,}",
-        "seconds": f"{value['seconds']:.3g}",
+        "gap variance": formatted(value["gap_variance"], ".3g"),
+        "MB up/round": formatted(value["up_mb"], ".3g"),
+        "shared": formatted(value["shared"], ","),
+        "private": formatted(value["private"], ","),
+        "seconds": formatted(value["seconds"], ".3g"),
+        **{key: plus_minus(value[key], None) for key in further},
     }
 
 
-def grouped(runs: list[Run], apart: bool = True) -> dict[str, list[dict[str, Any]]]:
-    """Finished runs by method; where one method was run with several settings, the settings that differ are named."""
-    infos = [r.info for r in runs]
-    unfinished = [r.folder.name for r, i in zip(runs, infos, strict=True) if "result" not in i]
-    infos = [i for i in infos if "result" in i]
-    if not infos:
-        raise FedvlmError(f"no finished run: {', '.join(unfinished[:5])} can go on with `fedvlm resume`")
-    kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for info in infos:
-        kinds[info["method"], json.dumps(settings(info), sort_keys=True) if apart else ""].append(info)
-    out: dict[str, list[dict[str, Any]]] = {}
-    for (method, _), members in kinds.items():
-        twins = [settings(v[0]) for (m, _), v in kinds.items() if m == method]
-        mine = settings(members[0])
-        differ = [k for k in mine if apart and any(t.get(k) != mine[k] for t in twins)]
-        label = " ".join([method, *(f"{k}={short(mine[k])}" for k in differ)])
-        out[label] = members
+def formatted(value: Number, form: str) -> str:
+    return DASH if value is None else format(value, form)
+
+
+def grouped(runs: list[RunFolder], apart: bool = True) -> Groups:
+    """Finished runs by label: the method's name and, where one method was run with several settings, those that differ."""
+    every = [(r.folder.name, r.record) for r in runs]
+    records = [record for _, record in every if record.result is not None]
+    if not records:
+        unfinished = [name for name, _ in every]
+        raise FedvlmError(f"no finished run: {', '.join(unfinished[:5])} can be continued with `fedvlm resume`")
+    groups: dict[tuple[str, str], list[RunRecord]] = defaultdict(list)
+    for record in records:
+        key = json.dumps(settings(record), sort_keys=True) if apart else ""
+        groups[record.method.label, key].append(record)
+    out: Groups = {}
+    for (method, _), members in groups.items():
+        others = [settings(v[0]) for (m, _), v in groups.items() if m == method]
+        own = settings(members[0])
+        differing = [k for k in own if apart and any(o.get(k) != own[k] for o in others)]
+        out[" ".join([method, *(f"{k}={format_value(own[k])}" for k in differing)])] = members
     return out
 
 
-def settings(info: dict[str, Any]) -> dict[str, Any]:
-    """What makes two runs different methods: all but the seed, the target and where it ran."""
-    config = info["config"]
-    flat = {
-        k: v for k, v in binding(config).items() if k not in ("method", "seed", "unseen", "engine", "chunk", "threads")
-    }
-    for axis in ("adapter", "local", "merge"):
-        (name, fields), *_ = flat.pop(axis).items()
-        flat |= {axis: name, **fields}
-    return flat | {"data": info["data"]["fingerprint"], "backbone": info["backbone"]["name"]}
+def settings(record: RunRecord) -> Settings:
+    """The settings by which `grouped` separates runs: all but the seed, the held-out target and where it ran. A part's
+    setting whose name is taken (by the run or by another part) is PART.NAME, as on the command line."""
+    flat: Settings = {k: v for k, v in binding(record.config).items() if k not in NOT_SETTINGS}
+    parts = {"adapter": record.adapter, "local": record.local, "merge": record.merge}
+    for axis, part in parts.items():
+        flat[axis] = f"{part.name}@{part.digest}" if part.digest else part.name
+        flat |= {k if k not in flat else f"{axis}.{k}": v for k, v in part.settings.items()}
+    return flat | {"data": record.data.fingerprint, "backbone": backbone_id(record)}
 
 
-def short(value: Any) -> str:
-    return (
-        ",".join(map(str, value))
-        if isinstance(value, list)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+def backbone_id(record: RunRecord) -> str:
+    """NAME@FINGERPRINT."""
+    return f"{record.backbone.name}@{record.backbone.fingerprint}"
 
 
-def paper_numbers(info: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return recipe(info["method"]).published.get(info["data"]["name"], {})
-    except FedvlmError:
-        return {}
+def format_value(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def plus_minus(mean: float | None, std: float | None) -> str:
+def plus_minus(mean: Number, std: Number) -> str:
     if mean is None:
         return DASH
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
-def notes(groups: dict[str, list[dict[str, Any]]], select: str, published: bool) -> list[str]:
-    infos = [i for group in groups.values() for i in group]
-    backbones = sorted({i["backbone"]["name"].split("@")[0] for i in infos})
-    sets = sorted({f"{i['data']['name']} ({i['data']['images']:,} examples)" for i in infos})
-    seeds = sorted({i["config"]["seed"] for i in infos})
-    targets = sorted({target(i) for i in infos})
-    split = sorted({"/".join(f"{s:g}" for s in i["config"]["split"]) for i in infos})
-    metrics = " and ".join(sorted({i["data"].get("metric", "accuracy") for i in infos}))
-    view = "last round" if select == "last" else "round chosen on the training clients' validation split"
+def notes(groups: Groups, select: Select, has_published: bool, further: list[str]) -> list[str]:
+    """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are."""
+    records = [r for group in groups.values() for r in group]
+    backbones = sorted({r.backbone.name for r in records})
+    data = sorted({f"{r.data.name} ({r.data.images:,} examples)" for r in records})
+    seeds = sorted({r.seed for r in records})
+    targets = sorted({target(r) for r in records})
+    split = sorted({"/".join(split_sizes(r)) for r in records})
+    metrics = " and ".join(sorted({r.data.metric for r in records}))
+    chosen = "last round" if select == "last" else "round chosen on the training clients' validation split"
     out = [
-        f"{', '.join(sets)}; backbone {', '.join(backbones)}; split {', '.join(split)}; held out: {', '.join(targets)}; "
+        f"{', '.join(data)}; backbone {', '.join(backbones)}; split {', '.join(split)}; held out: {', '.join(targets)}; "
         f"seeds {', '.join(map(str, seeds))}",
-        f"test {metrics} in %, {view}; ± std over seeds",
+        f"test {metrics} in %, {chosen}; ± std over seeds",
     ]
-    if not all(map(opened, infos)):
+    if not all(map(is_base_to_novel, records)):
         out.append("G: shared model on held-out clients, P: personal models, C: all")
-    if any(map(opened, infos)):
+    if any(map(is_base_to_novel, records)):
         out.append(
-            "local: clients' own models on test images of the classes they train on, base: of all classes that anybody "
-            "trains on, novel: of classes that nobody trains on, hm: harmonic mean of base and novel"
+            "local: clients' own models on test images of the classes they train on, base: of all classes that any client "
+            "trains on, novel: of classes that no client trains on, hm: harmonic mean of base and novel"
         )
+    if further:
+        out.append(f"{', '.join(further)}: personal models, mean over clients and runs, in %")
     for name, group in groups.items():
-        if gaps := partial(group):
-            out.append(f"{name}: seeds {', '.join(map(str, gaps))} are left out, they miss targets that others have")
-    if published:
-        sources = sorted({p["source"] for i in infos if (p := paper_numbers(i)) and "source" in p})
-        out.append(f"the paper's numbers are with another backbone and are no target here: {'; '.join(sources)}")
+        if incomplete := partial(group):
+            out.append(
+                f"{name}: seeds {', '.join(map(str, incomplete))} are left out because they lack targets that other "
+                "seeds have"
+            )
+    if has_published:
+        sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
+        out.append(f"the paper's numbers were measured with another backbone and are no target: {'; '.join(sources)}")
     return out
 
 
+def split_sizes(record: RunRecord) -> list[str]:
+    """Train, val and test, in percent."""
+    split = record.config["split"]
+    return [f"{s:g}" for s in split if isinstance(s, int | float)] if isinstance(split, list) else []
+
+
 def against(table: Table, base: str = "zero-shot") -> list[str]:
-    """Whether each method beats the frozen model on C (base-to-novel: on hm) by more than two standard errors; says so
-    either way. The error is of the difference seed by seed: both methods see the same splits."""
-    rows = {v["method"]: v for v in table.values}
+    """Whether each method beats the frozen model on C (base-to-novel: on hm) by more than two standard errors, in words.
+
+    The standard error is that of the paired differences by seed, because both methods see the same splits.
+    """
+    if base not in table.by_seed:
+        return []
+    metric, frozen = table.by_seed[base]
     out = []
-    for name, row in rows.items():
-        common = sorted(row["by_seed"].keys() & rows[base]["by_seed"].keys()) if base in rows and name != base else []
-        if not common or row["judged"] != rows[base]["judged"]:
+    for name, own in table.by_seed.items():
+        common = sorted(own.scores.keys() & frozen.keys()) if name != base and own.metric == metric else []
+        if not common:
             continue
-        judged = row["judged"]
-        gains = np.array([row["by_seed"][s] - rows[base]["by_seed"][s] for s in common])
+        gains = np.array([own.scores[s] - frozen[s] for s in common])
         gain = float(gains.mean())
         if len(common) == 1:
-            out.append(f"{name} against {base}: {judged} {gain:+.1f} (one seed, so no error is known)")
+            out.append(f"{name} against {base}: {metric} {gain:+.1f} (one seed, so the error is unknown)")
             continue
         error = float(gains.std(ddof=1) / len(common) ** 0.5)
         verdict = "beats" if gain > 2 * error else "does NOT beat"
         out.append(
-            f"{name} {verdict} {base} by more than two standard errors ({judged} {gain:+.1f} ± {error:.1f}, "
+            f"{name} {verdict} {base} by more than two standard errors ({metric} {gain:+.1f} ± {error:.1f}, "
             f"{len(common)} seeds)"
         )
     return out
 
 
 def write_csv(table: Table, path: Path) -> None:
-    measures = shown_of(table)
-    names = [
-        "method",
-        *measures,
-        *(f"{m}_std" for m in measures),
-        "seeds",
-        "runs",
-        "up_mb",
-        "down_mb",
-        "shared",
-        "private",
-        "seconds",
-        *FAIR,
-        "gap_variance",
-    ]
-    names += [f"paper_{m}" for m in measures if any(f"paper_{m}" in v for v in table.values)]
-    with path.open("w", newline="") as out:
+    metrics = metrics_of(table)
+    names = ["method", *metrics, *(f"{m}_std" for m in metrics), "seeds", "runs", "up_mb", "down_mb"]
+    names += ["shared", "private", "seconds", *TENTHS, "gap_variance"]
+    names += [f"paper_{m}" for m in metrics if any(f"paper_{m}" in v for v in table.values)]
+    pooled = {c: f"{c}_pooled" for c in table.columns if any(f"{c}_pooled" in v for v in table.values)}
+    names += [name for pair in pooled.items() for name in pair]
+    with path.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows({k: "" if v.get(k) is None else v[k] for k in names} for v in table.values)
 
 
 def latex(table: Table) -> str:
-    measures = shown_of(table)
-    best = {m: max((v[m] for v in table.values if v[m] is not None), default=None) for m in measures}
-    head = " & ".join(["Method", *measures])
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(measures)}}}", r"\toprule", rf"{head} \\", r"\midrule"]
+    """The metrics as a booktabs table, the best value of each column in bold and the notes as comments."""
+    metrics = metrics_of(table)
+    best = {m: max((x for v in table.values if isinstance(x := v[m], int | float)), default=None) for m in metrics}
+    head = " & ".join(["Method", *metrics])
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(metrics)}}}", r"\toprule", rf"{head} \\", r"\midrule"]
     for row, value in zip(table.rows, table.values, strict=True):
         cells = [row["method"].replace("_", r"\_").replace("%", r"\%")]
-        for m in measures:
+        for m in metrics:
             text = row[m].replace("±", r"$\pm$").replace(DASH, "--")
             cells.append(rf"\textbf{{{text}}}" if value[m] is not None and value[m] == best[m] else text)
         lines.append(" & ".join(cells) + r" \\")

@@ -1,0 +1,112 @@
+"""The size of the architecture, before and after: `python benchmarks/house.py --base REV`.
+
+For REV and for this tree: files of the package and distinct calls between two of its files in `fedvlm run` of fedot and of
+feddtl (one round, serial); members of the adapter base class; methods of Method; the longest file; uses of dict[str, Any];
+files that name one metric (auroc); recipes. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+
+COMMON = ["data={images}", "unseen=noto", "rounds=1", "engine=serial"]
+
+
+def traced(words: list[str]) -> tuple[int, int]:
+    """Files of the package that a command runs through, and distinct calls from one to another."""
+    import fedvlm
+    from fedvlm.cli import main
+
+    home = str(Path(fedvlm.__file__).parent)
+    edges: set[tuple[str, str]] = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(home):
+            return
+        caller = frame.f_back
+        while caller is not None and not caller.f_code.co_filename.startswith(home):
+            caller = caller.f_back
+        if caller is not None:
+            edges.add((caller.f_code.co_filename, frame.f_code.co_filename))
+
+    sys.setprofile(watch)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main(words) == 0
+    finally:
+        sys.setprofile(None)
+    files = {f for edge in edges for f in edge}
+    return len(files), len({e for e in edges if e[0] != e[1]})
+
+
+def members(path: Path, name: str, functions_only: bool = False) -> int:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            kinds = ast.FunctionDef if functions_only else (ast.FunctionDef, ast.AnnAssign)
+            return sum(isinstance(n, kinds) for n in node.body)
+    raise ValueError(f"{path} has no class {name}")
+
+
+def measure(tree: Path, images: str) -> dict[str, str]:
+    package = tree / "fedvlm"
+    sources = {p: p.read_text() for p in sorted(package.rglob("*.py"))}
+    longest = max(sources, key=lambda p: sources[p].count("\n"))
+    found = {}
+    for name in ("fedot", "feddtl"):
+        with tempfile.TemporaryDirectory() as out:
+            words = ["run", name, *(w.format(images=images) for w in COMMON), f"out={out}/run"]
+            files, edges = traced(words)
+            found[f"files, calls between files: one round of {name}"] = f"{files}, {edges}"
+    return found | {
+        "members of the adapter base class": str(members(package / "adapters" / "base.py", "Adapter")),
+        "methods of Method": str(members(package / "method.py", "Method", functions_only=True)),
+        "longest file, lines": f"{sources[longest].count(chr(10))} ({longest.relative_to(package)})",
+        "uses of dict[str, Any]": str(sum(s.count("dict[str, Any]") for s in sources.values())),
+        "files that name the metric auroc": str(sum(bool(re.search(r"auroc", s)) for s in sources.values())),
+        "recipes": str(len(list((package / "recipes").glob("*.yaml")))),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--base", default="HEAD", help="the revision to compare with")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(Path(args.measure[0]), args.measure[1])))
+        return
+    root = Path(__file__).resolve().parents[1]
+    sys.path.insert(0, str(root / "benchmarks"))
+    from same import make
+
+    with tempfile.TemporaryDirectory() as work:
+        images = make(Path(work) / "data", root / "fedvlm")["images"]
+        before = Path(work) / "before"
+        subprocess.run(["git", "worktree", "add", "--detach", "-q", str(before), args.base], cwd=root, check=True)
+        found = []
+        try:
+            for tree in (before, root):
+                env = os.environ | {"PYTHONPATH": str(tree), "FEDVLM_CACHE": f"{work}/cache"}
+                call = [sys.executable, __file__, "--measure", str(tree), str(images)]
+                done = subprocess.run(call, env=env, cwd=tree, check=True, capture_output=True, text=True)
+                found.append(json.loads(done.stdout.splitlines()[-1]))
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(before)], cwd=root, check=True)
+    print("| | before | after |\n|---|---|---|")
+    for name in found[0]:
+        print(f"| {name} | {found[0][name]} | {found[1][name]} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""The Python API; the command line is a thin layer over it.
+
+Keys are those of the command line (`fedvlm.describe("fedot")` lists them). `data` may also be arrays, a torch or Hugging
+Face dataset (see `fedvlm.dataset`), `backbone` a torch module or a function from images to embeddings.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import html
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+from fedvlm import catalogue, recipe
+from fedvlm.config import Setup, resolve
+from fedvlm.errors import FedvlmError
+from fedvlm.keys import Key, keys_of
+from fedvlm.records import RoundRecord, RunRecord, Select, Value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from fedvlm.backbones.base import Backbone
+    from fedvlm.data.pool import Pool, Pools
+    from fedvlm.folder import RunFolder
+    from fedvlm.planning import Job
+    from fedvlm.predictor import Picture, Predictor
+    from fedvlm.report.table import Table
+
+SEEDS = (50, 77, 98)
+
+
+def run(method: str, **keys: object) -> Run:
+    """Runs one method and returns the finished run; a run that is already there is recognised, not repeated.
+
+    `method` is a name of `fedvlm.methods()` or a recipe file. Several runs (seeds=, leave-one-domain-out): use `bench`."""
+    setup = resolve(method, prepared(keys))
+    pools = new_pools()
+    jobs = plan([setup], pools)
+    if len(jobs) != 1:
+        raise FedvlmError(f"run: these keys stand for {len(jobs)} runs; use fedvlm.bench([{method!r}], …)")
+    return execute(jobs, setup.config.jobs, pools)[0]
+
+
+def bench(methods: Sequence[str], **keys: object) -> Runs:
+    """Runs several methods alike: seeds 50, 77, 98 unless given, and leave-one-domain-out where the data has three or more
+    domains and neither protocol= nor unseen= is given."""
+    pools = new_pools()
+    setups = bench_setups(methods, keys, pools)
+    return execute(plan(setups, pools), setups[0].config.jobs, pools)
+
+
+def bench_setups(methods: Sequence[str], keys: dict[str, object], pools: Pools) -> list[Setup]:
+    if not methods:
+        raise FedvlmError("bench needs at least one method; `fedvlm ls methods` names them")
+    given = {"seeds": SEEDS} | prepared(keys)
+    if "seed" in given:
+        given["seeds"] = given.pop("seed")
+    setups = [resolve(m, given) for m in methods]
+    if "protocol" not in given and "unseen" not in given and len(encode(setups[0], pools).source.domains) >= 3:
+        setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
+    return setups
+
+
+def methods(pattern: str = "*") -> list[str]:
+    """The names of built-in methods that match a pattern such as "fed*"."""
+    return [name for name in recipe.names() if fnmatch.fnmatch(name, pattern)]
+
+
+def describe(method: str, **keys: object) -> Description:
+    """A method with every key, its value and where that comes from."""
+    setup = resolve(method, prepared(keys))
+    homes = {"run": setup.settings()} | {a: dict(setup.parts[a].settings) for a in ("adapter", "local", "merge")}
+    known = {"run": keys_of(type(setup.config))} | {
+        a: catalogue.keys(a, setup.parts[a].name) for a in ("adapter", "local", "merge")
+    }
+    rows = []
+    for home, values in homes.items():
+        for key in known[home]:
+            origin = setup.origins.get(f"{home}.{key.name}", "")
+            rows.append(KeyRow(home, key, values[key.name], origin))
+    return Description(setup, rows)
+
+
+def runs(*paths: str | Path) -> Runs:
+    """The runs in or below these folders."""
+    from fedvlm.folder import find
+
+    return Runs([Run(found) for found in find([str(p) for p in paths] or ["runs"])])
+
+
+def load(folder: str | Path, backbone: object = None) -> Predictor:
+    """What `fedvlm export` wrote, ready to predict; `backbone` replaces the recorded one (the weights must be the same)."""
+    from fedvlm import predictor
+
+    return predictor.load(folder, encoder(backbone))
+
+
+class Run:
+    """A run folder as an object."""
+
+    def __init__(self, folder: RunFolder | str | Path):
+        from fedvlm.folder import RunFolder
+
+        self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
+
+    @property
+    def folder(self) -> Path:
+        return self.files.folder
+
+    @property
+    def record(self) -> RunRecord:
+        """What was decided, and the result."""
+        return self.files.record
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        return self.files.rounds()
+
+    @property
+    def done(self) -> bool:
+        return self.files.done
+
+    def table(self, select: Select = "last") -> Table:
+        return Runs([self]).table(select)
+
+    def figure(self, path: str | Path | None = None) -> Figure:
+        return Runs([self]).figure(path)
+
+    def predictor(self, client: str = "", backbone: object = None) -> Predictor:
+        """The shared model or, with `client`, that client's own, ready to predict."""
+        from fedvlm.predictor import from_run
+
+        return from_run(self.files, client, encoder(backbone))
+
+    def predict(self, images: Picture | Sequence[Picture], client: str = "") -> list[tuple[str, float]]:
+        """(class, probability) for each image or path."""
+        return self.predictor(client).predict(images)
+
+    def parameters(self, client: str = "") -> dict[str, Tensor]:
+        """The trained parameters by name: shared ones and, with `client`, that client's private ones."""
+        from fedvlm.local.copies import adapter_params
+        from fedvlm.predictor import private_row
+
+        saved = self.files.load()
+        if saved is None:
+            raise FedvlmError(f"{self.folder} has no saved state yet")
+        state, round = saved
+        if not client:
+            return dict(state.shared)
+        row = private_row(self.files, state, client, round)
+        return state.shared | {k: v[0] for k, v in adapter_params(row).items()}
+
+    def export(self, folder: str | Path, client: str = "", backbone: object = None) -> list[str]:
+        """A folder to deploy from; returns the names of its files."""
+        from fedvlm.predictor import export
+
+        return export(self.files, Path(folder), client, encoder(backbone))
+
+    def resume(self) -> Run:
+        """Goes on where the run stopped."""
+        return resume([self])[0]
+
+    def __repr__(self) -> str:
+        record = self.record
+        state = "finished" if record.result else "not finished"
+        return f"Run({record.method.label} on {record.data.name}, seed {record.seed}, {state}, folder={str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        body = self.table()._repr_html_() if self.done else ""
+        return f"<p>{html.escape(repr(self))}</p>{body}"
+
+
+class Runs(Sequence[Run]):
+    """Several runs: a table, a figure, a page."""
+
+    def __init__(self, members: Sequence[Run]):
+        self.members = list(members)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+    def __getitem__(self, index: int | slice) -> Run | Runs:
+        return Runs(self.members[index]) if isinstance(index, slice) else self.members[index]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self.members)
+
+    @property
+    def files(self) -> list[RunFolder]:
+        return [r.files for r in self.members]
+
+    def table(self, select: Select = "last") -> Table:
+        """One row per method: mean ± standard deviation over seeds. `last` round, or `selected` on validation."""
+        from fedvlm.report.tables import summarise
+
+        return summarise(self.files, select)
+
+    def figure(self, path: str | Path | None = None) -> Figure:
+        """Drawn as a matplotlib figure, and written to a file where a path is given."""
+        from fedvlm.report.figures import drawn
+
+        made = drawn(self.files)
+        if path:
+            made.savefig(path)
+        return made
+
+    def report(self, path: str | Path = "report.html") -> Path:
+        """One self-contained page."""
+        from fedvlm.report.page import page
+
+        page(self.files, Path(path))
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"Runs({len(self)})\n" + (str(self.table()) if any(r.done for r in self) else "none is finished")
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() if any(r.done for r in self) else html.escape(repr(self))
+
+
+class KeyRow(NamedTuple):
+    home: str  # run, adapter, local, merge
+    key: Key
+    value: Value
+    origin: str  # "" is the default
+
+
+@dataclass(frozen=True)
+class Description:
+    """A method with its keys."""
+
+    setup: Setup
+    keys: list[KeyRow]
+
+    def __str__(self) -> str:
+        about = self.setup.method
+        lines = [f"{about.title} {about.paper}".strip(), about.idea]
+        for row in self.keys:
+            lines.append(
+                f"  {row.home + '.' + row.key.name:28} {shown(row.value):20} {row.origin or 'default':24} {row.key.help}"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cells = [(r.home, r.key.name, shown(r.value), r.origin or "default", r.key.help) for r in self.keys]
+        rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in cells)
+        about = self.setup.method
+        head = "".join(f"<th>{h}</th>" for h in ("part", "key", "value", "from", "meaning"))
+        title = html.escape(f"{about.title} {about.paper}. {about.idea}")
+        return f"<p>{title}</p><table><tr>{head}</tr>{rows}</table>"
+
+    def to_yaml(self) -> str:
+        """A complete recipe: every key with its value, where it comes from and what it does, as comments."""
+        about, chosen = self.setup.method, self.setup.parts
+        lines = [f"title: {quoted(about.title)}", f"paper: {quoted(about.paper)}", f"idea: {quoted(about.idea)}"]
+        lines += [f"{axis}: {quoted(chosen[axis].name)}" for axis in ("adapter", "local", "merge")]
+        lines.append("settings:")
+        done: set[str] = set()
+        for row in self.keys:
+            if row.key.name in done or row.key.name in ("out", "settings"):
+                continue
+            done.add(row.key.name)
+            comment = "; ".join(x for x in (row.origin and f"from {row.origin}", row.key.help) if x)
+            lines.append(f"  {row.key.name}: {yaml_value(row.value)}" + (f"  # {comment}" if comment else ""))
+        return "\n".join(lines) + "\n"
+
+
+def shown(value: Value) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def yaml_value(value: Value) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(yaml_value(v) for v in value) + "]"
+    if isinstance(value, float):
+        return str(float(value)) if "e" not in repr(value) or "." in repr(value) else repr(value).replace("e", ".0e")
+    return json.dumps(value, ensure_ascii=False)
+
+
+def prepared(keys: dict[str, object]) -> dict[str, object]:
+    """Keys as plain data: objects given for data or backbone are registered and replaced by a name."""
+    given = {k: str(v) if isinstance(v, Path) else v for k, v in keys.items()}
+    if "data" in given and not isinstance(given["data"], str):
+        from fedvlm.data.objects import stored
+
+        given["data"] = stored(given["data"])
+    if "backbone" in given and not isinstance(given["backbone"], str):
+        from fedvlm.backbones.objects import register
+
+        given["backbone"] = register(given["backbone"])
+    return given
+
+
+def encoder(backbone: object) -> Backbone | None:
+    """A backbone from a name or an object; None where nothing was given."""
+    if backbone is None:
+        return None
+    from fedvlm import backbones
+
+    name = prepared({"backbone": backbone})["backbone"]
+    return backbones.load(str(name))
+
+
+def new_pools() -> Pools:
+    from fedvlm.data.pool import Pools
+
+    return Pools()
+
+
+def encode(setup: Setup, pools: Pools) -> Pool:
+    """The data as the backbone encodes it, with a progress bar."""
+    from fedvlm import console
+
+    known = len(pools.made)
+    with console.progress("encoding") as update:
+        pool = pools.load(setup, lambda done, total: update(done, total=total))
+    if len(pools.made) > known:
+        for name, why in list(pool.skipped.items())[:10]:
+            console.warn(f"left out: {name}: {why}")
+        if len(pool.skipped) > 10:
+            console.warn(f"left out: {len(pool.skipped) - 10} more (run.json names them all)")
+    return pool
+
+
+def plan(setups: list[Setup], pools: Pools) -> list[Job]:
+    """Every single run of these setups, with its folder; says what of private data would leave a client."""
+    from fedvlm import console
+    from fedvlm.planning import jobs_of
+
+    encoded = [encode(s, pools) for s in setups]
+    for setup in setups:
+        if setup.merge.reveals:
+            console.warn(f"{setup.method.label}: clients send {setup.merge.reveals}")
+    if len(setups) == 1:
+        return jobs_of(setups[0], encoded[0])
+    from fedvlm.planning import Job, place, single_runs
+
+    return [Job(j, place(j, p)) for s, p in zip(setups, encoded, strict=True) for j in single_runs(s, p)]
+
+
+def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
+    """Runs them with one progress bar over all rounds."""
+    if not jobs:
+        return Runs([])
+    from fedvlm import console
+    from fedvlm.folder import RunFolder
+    from fedvlm.processes import run_all
+
+    known = [j.folder for j in jobs if (j.folder / "run.json").exists() and RunFolder(j.folder).done]
+    if known:
+        text = f"{known[0]} is" if len(jobs) == 1 else f"{len(known)} of {len(jobs)} runs are"
+        console.note(f"{text} already there: recognised, not repeated")
+    sizes = [1 + j.setup.config.rounds for j in jobs]
+    done = [0] * len(jobs)
+    title = jobs[0].setup.method.label if len(jobs) == 1 else f"{len(jobs)} runs"
+    with console.progress(title, sum(sizes)) as update:
+
+        def report(i: int, record: RoundRecord | None, error: str) -> None:
+            done[i] = sizes[i] if record is None else record["round"] + 1
+            setup = jobs[i].setup
+            what = "" if len(jobs) == 1 else f"{setup.method.label} {'+'.join(setup.config.unseen)} "
+            if record is not None:
+                update(sum(done), what + console.words(record))
+
+        return Runs([Run(f) for f in run_all(jobs, at_once, pools, report)])
+
+
+def resume(found: Sequence[Run]) -> Runs:
+    """Goes on with those that are not finished, from what their folders hold."""
+    from fedvlm import console
+    from fedvlm.planning import Job
+
+    pools = new_pools()
+    waiting = [r for r in found if not r.done]
+    for one in waiting:
+        setup, saved = one.files.setup(), one.files.load()
+        console.note(f"{one.folder.name}: from round {saved[1] + 1 if saved else 0}")
+        encode(setup, pools)
+        execute([Job(setup, one.folder)], 1, pools)
+    if not waiting:
+        console.note("nothing to resume: finished")
+    return Runs(found)

@@ -1,0 +1,140 @@
+"""What there is, as data: every part with its keys, every method with what it keeps private and sends.
+
+`fedvlm ls`, `show`, completion and the check of a command line read it instead of importing torch. The package ships
+catalogue.json; where the files it was made from have changed since, it is made anew (in the cache). Refresh the shipped
+one with `python -m fedvlm.catalogue`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from fedvlm import parts, recipe
+from fedvlm.keys import Key, keys_of
+from fedvlm.machine import cache_home
+
+HERE = Path(__file__).parent
+SHIPPED = HERE / "catalogue.json"
+SOURCES = ("adapters/*.py", "local/*.py", "merge/*.py", "metrics/*.py", "engines/*.py", "recipes/**/*.yaml")
+
+
+class PartInfo(NamedTuple):
+    keys: list[Key]
+    summary: str  # the first line of its file's docstring
+
+
+class MethodInfo(NamedTuple):
+    name: str
+    title: str
+    paper: str
+    idea: str
+    parts: str
+    private: str  # names; "–" nothing, "?" depends on the backbone
+    upload: str  # kB per client and round, for 10 classes and 512 dimensions
+
+
+class Catalogue(NamedTuple):
+    digest: str
+    parts: dict[str, dict[str, PartInfo]]  # kind → name
+    methods: list[MethodInfo]
+    presets: dict[str, str]  # name → title
+
+    def to_json(self) -> str:
+        return json.dumps(self, indent=0, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Catalogue:
+        digest, kinds, methods, presets = json.loads(text)
+
+        def part(keys: list[list[object]], summary: str) -> PartInfo:
+            return PartInfo([Key(*k)._replace(choices=tuple(k[4])) for k in keys], summary)  # type: ignore[arg-type]
+
+        found = {kind: {name: part(*info) for name, info in known.items()} for kind, known in kinds.items()}
+        return cls(digest, found, [MethodInfo(*m) for m in methods], presets)
+
+
+def current_digest() -> str:
+    seen = hashlib.blake2b(digest_size=8)
+    for pattern in SOURCES:
+        for path in sorted(HERE.glob(pattern)):
+            seen.update(path.relative_to(HERE).as_posix().encode() + path.read_bytes().replace(b"\r\n", b"\n"))
+    return seen.hexdigest()
+
+
+@cache
+def load() -> Catalogue:
+    digest = current_digest()
+    for path in (SHIPPED, cache_home() / f"catalogue-{digest}.json"):
+        try:
+            found = Catalogue.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError):
+            continue
+        if found.digest == digest:
+            return found
+    made = make(digest)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(made.to_json(), encoding="utf-8")
+    except OSError:
+        pass  # a read-only cache: made anew next time
+    return made
+
+
+def keys(kind: str, name: str) -> list[Key]:
+    """The keys of a part; a part of the user's own, or of an installed package, is imported."""
+    known = load().parts[kind].get(name)
+    return known.keys if known else keys_of(parts.find(kind, name))
+
+
+def make(digest: str) -> Catalogue:
+    """Imports everything."""
+    found: dict[str, dict[str, PartInfo]] = {}
+    for kind in parts.KINDS:
+        found[kind] = {}
+        for name in sorted(set(parts.names(kind)) - parts.installed(kind).keys()):
+            cls = parts.find(kind, name)
+            summary = (sys.modules[cls.__module__].__doc__ or "").split("\n")[0]
+            found[kind][name] = PartInfo(keys_of(cls) if kind != "engine" else [], summary)
+    methods = []
+    for name in recipe.names():
+        r = recipe.load(name)
+        made = f"{r.adapter} × {r.local} × {r.merge}"
+        methods.append(MethodInfo(name, r.title, r.paper, r.idea, made, *private_and_upload(r, found)))
+    titles = {name: recipe.load("fedavg", on=name).title.removeprefix("FedAvg on ") for name in recipe.presets()}
+    return Catalogue(digest, found, methods, titles)
+
+
+def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) -> tuple[str, str]:
+    """What a method keeps private and how much it sends, at a common size."""
+    import torch
+
+    from fedvlm.adapters.base import Task
+    from fedvlm.core import nbytes
+    from fedvlm.local.copies import COPY
+    from fedvlm.method import Method
+
+    settings = {k: v for layer in r.layers("mini-clip") for k, v in layer.settings.items()}
+    made = []
+    for axis in parts.AXES:
+        name = getattr(r, axis)
+        values = {k.name: k.coerce(settings[k.name]) for k in known[axis][name].keys if k.name in settings}
+        kind = parts.find(axis, name)
+        made.append(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}))
+    if made[0].requires:  # its size is the backbone's
+        return "?", "of the tower"
+    task = Task(tuple(map(str, range(10))), torch.zeros(10, 512), 512, 100.0)
+    adapter, local, merge = made
+    method = Method.build(adapter, local, merge, task)
+    private = dict.fromkeys("a copy" if k.startswith(COPY) else k for k in method.newcomer)
+    size = (nbytes(method.initial) + method.upload_bytes * method.trains) / 1e3
+    return ", ".join(private) or "–", f"{size:.3g}"
+
+
+if __name__ == "__main__":
+    SHIPPED.write_text(make(current_digest()).to_json() + "\n", encoding="utf-8")
+    print(f"wrote {SHIPPED.name}")

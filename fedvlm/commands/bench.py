@@ -1,0 +1,16 @@
+"""`fedvlm bench METHOD … [key=value …]`"""
+
+from __future__ import annotations
+
+import argparse
+
+from fedvlm import api
+from fedvlm.commands.output import show_table
+from fedvlm.config import key_values
+
+
+def main(args: argparse.Namespace) -> None:
+    methods = [w for w in args.words if "=" not in w]
+    pools = api.new_pools()
+    setups = api.bench_setups(methods, dict(key_values([w for w in args.words if "=" in w])), pools)
+    show_table(api.execute(api.plan(setups, pools), setups[0].config.jobs, pools), args)

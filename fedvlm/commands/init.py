@@ -1,0 +1,50 @@
+"""`fedvlm init NAME.yaml [like=METHOD] [key=value …]`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedvlm import api, console, recipe
+from fedvlm.config import key_values
+from fedvlm.errors import FedvlmError
+
+START = """# A recipe of your own: fedvlm run {file}
+# What you set here beats what {like} says, tuned settings included; the command line beats both.
+title: {title}
+idea: ""  # one sentence: what is new
+like: {like}  # everything that is not said here
+# adapter: {adapter}  # or a file of your own: my_adapter.py (see docs/add-a-method.md)
+# local: {local}
+# merge: {merge}
+settings:{settings}
+# every key with its value and meaning: fedvlm show {file}
+"""
+
+
+def main(args: argparse.Namespace) -> None:
+    path = Path(args.file)
+    if path.suffix not in (".yaml", ".yml"):
+        raise FedvlmError(f"init {path}: a recipe's name ends in .yaml")
+    if path.exists():
+        raise FedvlmError(f"{path} exists; choose another name, or edit it")
+    given = dict(key_values(args.pairs))
+    like = given.pop("like", "fedavg")
+    base = recipe.load(like)
+    chosen = api.describe(like, **given)
+    rows = {r.key.name: r.value for r in chosen.keys}
+    settings = "".join(f"\n  {key}: {api.yaml_value(rows[key])}" for key in given) or " {}"
+    text = START.format(
+        file=path,
+        title=path.stem,
+        like=like,
+        adapter=base.adapter,
+        local=base.local,
+        merge=base.merge,
+        settings=settings,
+    )
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FedvlmError(f"{path} cannot be written ({error.strerror})") from error
+    console.out.print(f"{path}: edit it, then fedvlm run {path} (fedvlm show {path} lists every key)", markup=False)

@@ -1,0 +1,67 @@
+"""What `fedvlm run … --dry` shows: clients, classes, bytes and time, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fedvlm import console, planning, train
+from fedvlm.config import Setup
+from fedvlm.data.federation import Federation, table
+from fedvlm.data.pool import Pool
+from fedvlm.method import Method
+
+MOST_ROWS, MOST_CLASSES = 40, 12
+
+
+def show_plan(setup: Setup, pool: Pool) -> None:
+    jobs = planning.single_runs(setup, pool)
+    setup = jobs[0]
+    method, federation = train.prepare(setup, pool)
+    show_clients(federation)
+    if federation.task.novel:
+        show_novel(setup, method, federation)
+    cost = planning.estimate(method, federation, setup)
+    total = cost.seconds * setup.config.rounds * len(jobs)
+    console.out.print(
+        f"{len(jobs)} run{'s' * (len(jobs) > 1)} × {setup.config.rounds} rounds; a round asks {cost.asked} clients: "
+        f"{cost.down / 1e6:.3g} MB down, {cost.up / 1e6:.3g} MB up, about {cost.seconds:.2g} s "
+        f"({total:.2g} s in all, one after the other)"
+    )
+    reveals = f" ({setup.merge.reveals})" if setup.merge.reveals else ""
+    console.out.print(
+        f"private to each client: {listed(method.newcomer) or 'nothing'}; "
+        f"goes up: {', '.join([listed(method.initial), *method.uploads])}{reveals}",
+        markup=False,
+    )
+
+
+def show_clients(federation: Federation) -> None:
+    names = [c.replace("_", " ") for c in federation.task.classes]
+    shown = names if len(names) <= MOST_CLASSES else []
+    lines = []
+    for row in table(federation)[:MOST_ROWS]:
+        role = "held out" if row.unseen else "trains" if row.splits["train"] else "no data"
+        counts = [str(n) for n in row.classes] if shown else [str(sum(n > 0 for n in row.classes))]
+        lines.append([row.client, role, *(str(row.splits[s]) for s in ("train", "val", "test")), *counts])
+    console.rows(["client", "role", "train", "val", "test", *(shown or ["classes"])], lines)
+    if len(federation.names) > MOST_ROWS:
+        console.note(f"… and {len(federation.names) - MOST_ROWS} more clients")
+
+
+def show_novel(setup: Setup, method: Method, federation: Federation) -> None:
+    closed = (
+        ""
+        if "novel" in method.base_and_novel
+        else (f", which adapter={setup.parts['adapter'].name} cannot be asked about")
+    )
+    extras = federation.data.extras
+    images = " and ".join(f"{len(extras[half].x)} of {half}" for half in ("base", "novel"))
+    novel = federation.task.novel
+    assert novel is not None
+    console.out.print(f"nobody trains on {len(novel.classes)} novel classes{closed}; test images: {images} classes")
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """The first names, and how many more there are: a network has hundreds."""
+    known = list(names)
+    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")

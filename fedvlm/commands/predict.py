@@ -1,0 +1,59 @@
+"""`fedvlm predict RUN IMAGE|FOLDER … [--client NAME]`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedvlm import api, console
+from fedvlm.commands.output import write_rows
+from fedvlm.data.source import IMAGES
+from fedvlm.errors import FedvlmError
+from fedvlm.predictor import Predictor
+from fedvlm.tasks import SEGMENTATION
+
+BATCH = 64
+
+
+def main(args: argparse.Namespace) -> None:
+    paths = images_in(args.images)
+    exported = (Path(args.run) / "adapter.safetensors").is_file()
+    model = api.load(args.run) if exported else api.runs(args.run)[0].predictor(args.client)
+    lines: list[list[str]] = []
+    with console.progress("predicting", len(paths)) as update:
+        for first in range(0, len(paths), BATCH):
+            part = paths[first : first + BATCH]
+            found = zip(part, model.predict(part), strict=True)
+            lines += [[str(p), name, f"{probability:.3f}", model.whose] for p, (name, probability) in found]
+            update(len(lines), "")
+    segments = model.model.adapter.task_type is SEGMENTATION
+    columns = ["image", "class", "share" if segments else "probability", "model"]
+    console.rows(columns, lines)
+    if args.masks:
+        write_masks(model, paths, Path(args.masks))
+    if args.csv:
+        write_rows(args.csv, columns, lines)
+
+
+def images_in(given: list[str]) -> list[Path]:
+    paths: list[Path] = []
+    for path in map(Path, given):
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES) if path.is_dir() else [path]
+        if not inside:
+            raise FedvlmError(f"{path}: no images in that folder")
+        paths += inside
+    for path in paths:
+        if not path.is_file():
+            raise FedvlmError(f"{path}: no such image or folder")
+    return paths
+
+
+def write_masks(model: Predictor, paths: list[Path], folder: Path) -> None:
+    task_type = model.model.adapter.task_type
+    if task_type is not SEGMENTATION:
+        raise FedvlmError(f"--masks: this model learned {task_type.description} and draws none")
+    folder.mkdir(parents=True, exist_ok=True)
+    for k, path in enumerate(paths):
+        (mask,) = model.masks([path])
+        mask.save(folder / f"{k:04d}-{path.stem}.png")
+    console.out.print(f"{len(paths)} masks in {folder}", markup=False)

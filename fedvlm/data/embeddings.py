@@ -1,0 +1,84 @@
+"""Embeddings that the user computed, as a data source: a .safetensors file with `x` [n, dim], `y` [n] and metadata.
+
+Metadata (JSON text): `classes`, the name of each label; `domains`, the name of each domain, with tensor `domain` [n];
+`scale`, the logit scale. Optional tensors: `text` [classes, dim], the class names' embeddings; `group` [n], rows that stay
+in one split. `fedvlm.data` writes such files from arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.data.source import NO_DOMAIN, Embeddings, Item, Source
+from fedvlm.errors import FedvlmError
+
+SCALE = 20.0  # where nothing is said: our choice for embeddings without a temperature of their own
+
+
+def open_embeddings(path: Path) -> Source:
+    try:
+        with safe_open(path, "pt") as file:
+            about = {k: json.loads(v) for k, v in (file.metadata() or {}).items()}
+            found = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FedvlmError(f"data={path}: cannot be read as embeddings ({error})") from error
+    for name in ("x", "y"):
+        if name not in found:
+            raise FedvlmError(f"data={path}: no tensor '{name}'; embeddings need x [n, dim] and y [n]")
+    x, y = found["x"].float(), found["y"].long()
+    if x.dim() != 2 or y.dim() != 1 or len(x) != len(y) or not len(y):
+        raise FedvlmError(f"data={path}: x is {tuple(x.shape)} and y {tuple(y.shape)}; expected [n, dim] and [n]")
+    if not x.isfinite().all() or (x.norm(dim=1) == 0).any():
+        raise FedvlmError(f"data={path}: some embeddings are zero or not finite; remove those rows")
+    classes = [str(c) for c in about.get("classes", range(int(y.max()) + 1))]
+    if int(y.min()) < 0 or int(y.max()) >= len(classes) or len(set(classes)) < 2:
+        raise FedvlmError(f"data={path}: labels are {int(y.min())} to {int(y.max())}, for {len(classes)} classes")
+    domains = [str(d) for d in about.get("domains", [NO_DOMAIN])]
+    home = found.get("domain", torch.zeros(len(y), dtype=torch.int64)).long()
+    if home.shape != y.shape or int(home.min()) < 0 or int(home.max()) >= len(domains):
+        raise FedvlmError(f"data={path}: tensor 'domain' must be [n], with numbers below {len(domains)}")
+    groups = found.get("group")
+    items = tuple(
+        Item(str(k), domains[d], classes[c], "" if groups is None else str(int(groups[k])))
+        for k, (d, c) in enumerate(zip(home.tolist(), y.tolist(), strict=True))
+    )
+    present = sorted({i.label for i in items})
+    text = found.get("text")
+    if text is not None:
+        if text.shape != (len(classes), x.shape[1]):
+            raise FedvlmError(f"data={path}: text is {tuple(text.shape)}; expected {(len(classes), x.shape[1])}")
+        text = F.normalize(text.float()[[classes.index(c) for c in present]], dim=-1)
+    given = Embeddings(F.normalize(x, dim=-1), text, float(about.get("scale", SCALE)))
+    return Source(path.stem, path, items, embeddings=given)
+
+
+def write_embeddings(
+    path: Path,
+    x: Tensor,
+    y: Sequence[int],
+    classes: Sequence[str],
+    domains: Sequence[str] | None = None,
+    groups: Sequence[str] | None = None,
+    text: Tensor | None = None,
+    scale: float = SCALE,
+) -> None:
+    tensors = {"x": x.float().contiguous(), "y": torch.tensor(list(y))}
+    about: dict[str, object] = {"classes": list(classes), "scale": scale}
+    if domains is not None:
+        known = sorted(set(domains))
+        tensors["domain"] = torch.tensor([known.index(d) for d in domains])
+        about["domains"] = known
+    if groups is not None:
+        names = sorted(set(groups))
+        tensors["group"] = torch.tensor([names.index(g) for g in groups])
+    if text is not None:
+        tensors["text"] = text.float().contiguous()
+    save_file(tensors, path, {k: json.dumps(v) for k, v in about.items()})

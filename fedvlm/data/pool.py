@@ -1,0 +1,236 @@
+"""The pool: every readable example as the frozen model encodes it, before anybody holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedvlm import backbones, parts
+from fedvlm.adapters.base import Adapter, NeedsNouns, Task
+from fedvlm.backbones.base import Backbone, tower_of
+from fedvlm.backbones.text import TextTower
+from fedvlm.config import OPEN, Config, Setup
+from fedvlm.core import Extra
+from fedvlm.data.nouns import farthest_nouns, nouns
+from fedvlm.data.source import Source, digest, keep_domains, open_outsiders, open_source
+from fedvlm.data.store import Progress, features, fingerprint, text_embeddings, text_embeddings_by
+from fedvlm.data.text import ALPHABET
+from fedvlm.errors import FedvlmError
+from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
+
+MAX_NOUNS = 1000  # names for outsiders that are kept
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    source: Source
+    x: Tensor
+    task: Task
+    fingerprint: str
+    backbone: str  # NAME@FINGERPRINT
+    skipped: dict[str, str] = field(default_factory=dict)  # file → why it was left out
+    y: Tensor | None = None  # labels where they are not the source's classes: masks
+    extras: dict[str, Extra] = field(default_factory=dict)  # further examples to evaluate on
+
+
+class Pools:
+    """Pools that were made in this process: methods that read the same view of the same data share one."""
+
+    def __init__(self) -> None:
+        self.made: dict[Key, Pool] = {}
+
+    def load(self, setup: Setup, progress: Progress | None = None) -> Pool:
+        key = key_of(setup.config, setup.adapter)
+        if key not in self.made:
+            self.made[key] = assemble(setup, progress)
+        return self.made[key]
+
+
+def key_of(config: Config, adapter: Adapter) -> Key:
+    """Everything that a pool depends on."""
+    backbone = "" if adapter.view == "text" else config.backbone
+    source = (config.data, config.group, config.domains, config.stride, config.broken, config.template)
+    candidates = adapter.candidates if isinstance(adapter, NeedsNouns) else None
+    more = (config.outsiders, config.corrupt, candidates, config.protocol == OPEN)
+    return (*source, *more, backbone, adapter.view, adapter.requires)
+
+
+def assemble(setup: Setup, progress: Progress | None = None) -> Pool:
+    """Opens the data, encodes what the store does not hold, and adds what the run evaluates on."""
+    config, adapter = setup.config, setup.adapter
+    source = open_source(config.data, config.group, config.domains, config.stride)
+    check_task(setup, source.task_type)
+    if adapter.view == "text":
+        return text_pool(source)
+    source = keep_domains(source, config.domains)
+    if source.embeddings is not None:
+        return check_embeddings(setup, embedding_pool(source))
+    backbone, view = backbones.load(config.backbone), adapter.view
+    pool = image_pool(source, backbone, config.template, config.broken, progress, view, adapter.requires)
+    if config.protocol == OPEN:
+        pool = with_novel_classes(pool)
+    if config.outsiders:
+        pool = with_outsiders(pool, open_outsiders(config.outsiders), backbone, view)
+    if isinstance(adapter, NeedsNouns):
+        pool = with_nouns(pool, backbone, config.template, adapter.candidates, progress)
+    if config.corrupt:
+        pool = with_corruptions(pool, config.corrupt, backbone, view, progress)
+    return pool
+
+
+def check_task(setup: Setup, task_type: TaskType) -> None:
+    """An error where this data does not suit the adapter or the evaluation."""
+    config = setup.config
+    asked = {"outsiders=": config.outsiders, "corrupt=": config.corrupt, f"protocol={OPEN}": config.protocol == OPEN}
+    for key, value in asked.items():
+        if value and task_type is not CLASSIFICATION:
+            raise FedvlmError(f"{key} is for classes, and data={config.data} is {task_type.description}")
+    if setup.adapter.task_type is not task_type:
+        able = [n for n in parts.names("adapter") if parts.find("adapter", n).task_type is task_type]  # type: ignore[attr-defined]
+        raise FedvlmError(
+            f"data={config.data} is {task_type.description}, and adapter={setup.parts['adapter'].name} learns "
+            f"{setup.adapter.task_type.description}; adapters for this data: {', '.join(able)} (`fedvlm ls methods` has "
+            "their recipes)"
+        )
+
+
+def image_pool(
+    source: Source,
+    backbone: Backbone,
+    template: str,
+    broken: str = "skip",
+    progress: Progress | None = None,
+    view: str = "embedding",
+    requires: str = "",
+) -> Pool:
+    x, keys, skipped = features(source, backbone, broken, progress, view)
+    y, mask_keys = None, list[bytes]()
+    if source.task_type is SEGMENTATION:
+        y, mask_keys, bad = features(replace(source, items=source.masks), backbone, broken, None, view)
+        y = (y.float().mean(1) > 127).to(torch.uint8)  # masks are cropped and resized as the images are
+        pairs = zip(source.items, source.masks, strict=True)
+        skipped |= {i.path: f"its mask: {bad[m.path]}" for i, m in pairs if m.path in bad}
+    good = [k for k, item in enumerate(source.items) if item.path not in skipped]
+    kept = tuple(source.masks[k] for k in good) if source.masks else ()
+    source = replace(source, items=tuple(source.items[k] for k in good), masks=kept)
+    if not good:
+        raise FedvlmError(f"data={source.name}: none of its images can be read")
+    if len(source.classes) < 2 and source.task_type is CLASSIFICATION:
+        raise FedvlmError(
+            f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
+            f"such as {next(iter(skipped))}; a classifier needs at least two"
+        )
+    phrases = class_phrases(template, source.classes)
+    text = text_embeddings(backbone, list(phrases)) if backbone.dim else None
+    tower = tower_of(backbone, requires)
+    task = Task(tuple(source.classes), text, backbone.dim, backbone.scale, tower, phrases=phrases)
+    used = [k[j] for j in good for k in (keys, mask_keys) if k]
+    mark = fingerprint(used, [f"{i.domain}/{i.label}" for i in source.items])
+    named = f"{backbone.name}@{backbone.fingerprint}"
+    return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
+
+
+def class_phrases(template: str, classes: Sequence[str]) -> tuple[str, ...]:
+    if "{}" not in template:
+        raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
+    return tuple(template.replace("{}", name.replace("_", " ").lower()) for name in classes)
+
+
+def text_pool(source: Source) -> Pool:
+    """Characters need no backbone."""
+    assert source.tokens is not None
+    task = Task(tuple(ALPHABET), None, 0, 1.0)
+    mark = fingerprint([digest(source.tokens.tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
+    return Pool(source, torch.from_numpy(source.tokens), task, mark, "none@none")
+
+
+def embedding_pool(source: Source) -> Pool:
+    """Embeddings that the user computed: no backbone is needed, and none is known."""
+    given = source.embeddings
+    assert given is not None
+    dim = given.x.shape[1]
+    task = Task(tuple(source.classes), given.text, dim, given.scale, phrases=tuple(source.classes))
+    mark = fingerprint([digest(given.x.numpy().tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
+    return Pool(source, given.x, task, mark, "embeddings@given")
+
+
+def check_embeddings(setup: Setup, pool: Pool) -> Pool:
+    config, adapter = setup.config, setup.adapter
+    refused = {
+        f"adapter={setup.parts['adapter'].name}": adapter.view != "embedding" or bool(adapter.requires),
+        "outsiders=": bool(config.outsiders),
+        "corrupt=": bool(config.corrupt),
+        f"protocol={OPEN}": config.protocol == OPEN,
+    }
+    for key, needs_images in refused.items():
+        if needs_images:
+            raise FedvlmError(
+                f"{key} needs images and their backbone, and data={config.data} holds embeddings; adapters head, attention, "
+                "rotation, linear and mlp work on embeddings"
+            )
+    return pool
+
+
+def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) -> Pool:
+    """With images of no class, to be detected."""
+    x, keys, skipped = features(source, backbone, "skip", None, view)
+    good = [k for k, item in enumerate(source.items) if item.path not in skipped]
+    if not good:
+        raise FedvlmError(f"outsiders={source.root}: none of its images can be read")
+    mark = fingerprint([digest(pool.fingerprint.encode()), *(keys[k] for k in good)], [])
+    left_out = {f"outsiders/{k}": why for k, why in skipped.items()}
+    extras = pool.extras | {"outsiders": Extra(x[good])}
+    return replace(pool, extras=extras, fingerprint=mark, skipped=pool.skipped | left_out)
+
+
+def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, progress: Progress | None) -> Pool:
+    """With names far from every class, chosen among so many candidates; 0 is all."""
+    known = nouns()
+    if candidates < 0:
+        raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
+    if candidates:
+        known = [known[k * len(known) // candidates] for k in range(min(candidates, len(known)))]
+    encode = partial(_encode_names, pool.task.tower, template)
+    found = text_embeddings_by(backbone, known, encode, f"noun {template} ", progress)
+    assert found is not None
+    far = farthest_nouns(found @ pool.task.names().T, min(MAX_NOUNS, len(known)))
+    return replace(pool, task=pool.task._replace(nouns=tuple(known[k] for k in far.tolist())))
+
+
+def _encode_names(tower: TextTower, template: str, names: list[str]) -> Tensor:
+    """Embeddings of phrases; the words before the name are encoded once for all, which takes a third of the time."""
+    before, after = template.split("{}", 1)
+    context = tower.phrase(before.strip())[None, None]
+    with torch.no_grad():
+        if not context.shape[2]:
+            raise FedvlmError(f"template='{template}': names of outsiders need words before the name")
+        return tower.features(tower.plan(names, context.shape[2], ending=after.strip()), context)[0]
+
+
+def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:
+    """With so many corrupted versions of each image."""
+    if not 1 <= versions <= 75:
+        raise FedvlmError(f"corrupt={versions}: there are 15 corruptions × 5 severities, so between 1 and 75")
+    found = [features(pool.source, backbone, "refuse", progress, view, v)[0] for v in range(versions)]
+    mark = fingerprint([digest(pool.fingerprint.encode())], [f"corrupt={versions}"])
+    extras = pool.extras | {"corrupted": Extra(torch.stack(found, dim=1), aligned=True)}
+    return replace(pool, extras=extras, fingerprint=mark)
+
+
+def with_novel_classes(pool: Pool) -> Pool:
+    """With the second half of the classes, as they are listed, kept from everybody; of 101, 50 are trained on (FedDTL's
+    counts)."""
+    whole = pool.task
+    half = len(whole.classes) // 2
+    if half < 2:
+        raise FedvlmError(
+            f"protocol={OPEN} halves the classes and needs four or more, and data={pool.source.name} has "
+            f"{len(whole.classes)}: {', '.join(whole.classes)}"
+        )
+    task = whole.subset(slice(half))._replace(novel=whole.subset(slice(half, None)))
+    return replace(pool, task=task)

@@ -1,0 +1,61 @@
+"""What an engine is: it carries steps to clients and brings back their replies. One file, one engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedvlm.core import Data, Message, Params, Reply
+from fedvlm.method import Method
+
+if TYPE_CHECKING:
+    from fedvlm.config import Setup
+    from fedvlm.data.federation import Federation
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that an engine may need of a run."""
+
+    setup: Setup
+    method: Method
+    federation: Federation
+    data: Data  # of every client, at position = id
+    folder: Path  # the run's: private rows go here
+    log: Callable[[str], None]
+    device: str = "cpu"
+
+
+class Engine(ABC):
+    """Steps and metrics are none of its business: it moves messages, keeps private rows and checks replies (see
+    `fedvlm.steps.base.Schema`). A client that fails is absent from the reply, with a line in the log."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, job: Job) -> Engine: ...
+
+    @abstractmethod
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        """Replies, a few clients at a time. `exchange` counts the exchanges of a round: training in exchange 0 starts from
+        the private rows of the round before, so that a round can be repeated after a crash."""
+
+    @abstractmethod
+    def outputs(self, message: Message, round: int) -> Params:
+        """Logits and features on every test example, by view; {} where they stay with the clients."""
+
+    def close(self) -> None:  # noqa: B027 – most engines have nothing to close
+        """Called once, also after an error."""
+
+
+def finite(rows: Params, clients: int) -> np.ndarray:
+    """Which clients' tensors are all finite: a sum is not finite if any of its terms is not."""
+    good = torch.ones(clients, dtype=torch.bool)
+    for v in rows.values():
+        good &= v.reshape(clients, -1).sum(1).isfinite()
+    return good.numpy()

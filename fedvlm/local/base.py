@@ -1,0 +1,81 @@
+"""What a local rule is: how a client turns the server's message and its own data into a reply.
+
+The defaults are FedAvg's client: train the shared model, and send it back. A rule overrides the step that differs:
+`gradients` (another loss), `fit` (another training loop), `personal_copy` (what a client keeps), `adapt` (what happens
+at test time).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core import Data, Message, Params, copy_per_client, select, with_client_axis
+from fedvlm.local import copies
+from fedvlm.local.descent import Gradients, OptimiserSettings, optimise
+from fedvlm.local.model import Model
+from fedvlm.tasks import Objective
+
+Shapes = dict[str, tuple[int, ...]]  # of one client's value: () is a number, −1 an axis of any length
+
+
+class Trained(NamedTuple):
+    """What a client has after training, [clients, ...] each."""
+
+    own: Params  # its new private row
+    shared: Params  # goes up: the shared parameters as trained
+    values: Params  # goes up beside them, by the names in `uploads`
+
+
+@dataclass(frozen=True)
+class Local(OptimiserSettings):
+    objective: Objective = "cross-entropy"
+    keep: bool = False  # a client's personal model is the one it trained last; false: the shared model
+
+    adapts: ClassVar[bool] = False  # whether `adapt` changes the personal model at test time
+    partner: ClassVar[str] = ""  # the only merge it works with; "" any
+
+    def incompatible(self, adapter: Adapter) -> str:
+        """Why it cannot be used with this adapter; "" where it can."""
+        return ""
+
+    def uploads(self, task: Task, shared: Params) -> Shapes:
+        """What goes up beside the shared parameters."""
+        return {"n": (), "loss": ()}
+
+    def private_state(self, shared: Params) -> Params:
+        """What the rule keeps on a client beside the adapter's private parameters: its values on a new client."""
+        return copies.empty(shared) if self.keep else {}
+
+    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+        """The loss to minimise, with its gradient. `own` are the clients' private rows."""
+        return model.gradients(self.objective)
+
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        """Trains `params` (shared and private) in place; returns the mean loss of each client and other uploads."""
+        return {"loss": optimise(self, params, data, self.gradients(model, message, own))}
+
+    def personal_copy(self, model: Model, own: Params, message: Message, trained: Params, data: Data) -> Params:
+        """The shared parameters of the personal model that a client keeps (`keep`)."""
+        return select(trained, message.shared)
+
+    def train(self, model: Model, own: Params, message: Message, data: Data) -> Trained:
+        private = copies.adapter_params(own)
+        params = copy_per_client(message.shared, len(data)) | private
+        values = self.fit(model, params, message, own, data)
+        kept = copies.store(self.personal_copy(model, own, message, params, data)) if self.keep else {}
+        return Trained(select(params, private) | kept, select(params, message.shared), {"n": data.sizes(), **values})
+
+    def personal(self, own: Params, shared: Params) -> Params:
+        """The model a client uses for itself; `shared` has a client axis."""
+        return copies.adapter_params(own) | (copies.load(own, shared) if self.keep else shared)
+
+    def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
+        """The same at test time, for rules that first train on the client's training data."""
+        return self.personal(own, shared)
+
+
+def anchor_of(message: Message) -> Params:
+    """The shared model that was sent, with a client axis, for terms that stay near it."""
+    return with_client_axis(message.shared)

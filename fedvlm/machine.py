@@ -1,0 +1,25 @@
+"""Properties of the machine, read in the same way on every operating system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cores() -> int:
+    """The number of CPU cores that this process may use, at least 1."""
+    count = getattr(os, "process_cpu_count", None)  # Python 3.13 and later; respects CPU affinity
+    if count is not None:
+        return int(count() or 1)
+    affinity = getattr(os, "sched_getaffinity", None)  # not on Windows and macOS
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def cache_home() -> Path:
+    """Where features and other things that can be made again are kept (FEDVLM_CACHE)."""
+    return Path(os.environ.get("FEDVLM_CACHE") or Path.home() / ".cache" / "fedvlm")
+
+
+def runs_home() -> Path:
+    """Where runs go without `out=` (FEDVLM_RUNS)."""
+    return Path(os.environ.get("FEDVLM_RUNS") or "runs")

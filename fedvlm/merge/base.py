@@ -1,0 +1,169 @@
+"""What a merge is: how the server turns the clients' replies into the next state.
+
+Most merges need all replies of a round at once: `gather` asks for them, and `finish` writes the records and returns the
+new state. Merges that only need a weighted sum can stream instead (merge/mean.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core import Cohort, Data, Params, Reply, State, is_running_statistic
+from fedvlm.errors import FedvlmError
+from fedvlm.local.base import Shapes
+from fedvlm.local.model import Model
+
+
+class Start(NamedTuple):
+    """What a server has before the first round."""
+
+    server: Params  # its own state
+    task: Params = {}  # class embeddings that it sends; {}: the frozen ones
+
+
+@dataclass(frozen=True)
+class Merge:
+    cosine: bool = False  # also record the mean cosine between clients' updates (FedOT's Table 2)
+    gaps: bool = False  # also record the generalisation gap of each client: loss of the mean − loss of its own model
+
+    requires_parameters: ClassVar[tuple[str, ...]] = ()  # shared parameters it works on by name
+    reveals: ClassVar[str] = ""  # what it makes clients send of private data beside parameters and numbers, in words
+    partner: ClassVar[str] = ""  # the only local rule it works with; "" any
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """What clients must send beside the shared parameters."""
+        return ("n", "loss", "before", "after") if self.gaps else ("n", "loss")
+
+    def incompatible(self, adapter: Adapter) -> str:
+        """Why it cannot be used with this adapter; "" where it can."""
+        return ""
+
+    def uploads(self, task: Task) -> Shapes:
+        """What clients send for this merge beside what their local rule sends."""
+        return {}
+
+    def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
+        """That, computed on the clients from the model as trained; and the lengths of values with an axis of any length
+        (padded to the longest client), [clients] each."""
+        return {}, {}
+
+    def init(self, model: Model, clients: int, seed: int) -> Start:
+        return Start({"after": torch.full((clients,), torch.nan)} if self.gaps else {})
+
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        raise NotImplementedError
+
+    def gather(self, state: State, cohort: Cohort) -> Replies:
+        """Trains; all replies of the round, with the records that `cosine` and `gaps` ask for."""
+        reply = cohort.ask("train", state.message())
+        agreement, gaps = Agreement(self.cosine), Gaps(state.server)
+        agreement.add(reply, state.shared)
+        gaps.add(reply)
+        cohort.notes |= gaps.notes() | agreement.notes()
+        return Replies(*reply, gaps)
+
+    def finish(
+        self,
+        state: State,
+        cohort: Cohort,
+        replies: Replies,
+        shared: Params,
+        weight: Tensor,
+        loss: float,
+        server: Params | None = None,
+    ) -> State:
+        """The next state; `weight` is what each reply counted, for the record."""
+        cohort.notes |= {"weights": by_client(replies.ids, weight), "loss": loss}
+        return state._replace(shared=shared, server=state.server | replies.gaps.kept | (server or {}))
+
+
+class Replies(NamedTuple):
+    """A Reply, and the generalisation gaps computed from it."""
+
+    ids: np.ndarray
+    values: Params
+    shared: Params
+    gaps: Gaps
+
+    def sum(self, weight: Tensor) -> Params:
+        """Σ aᵢ wᵢ over the clients."""
+        return {k: torch.tensordot(weight.to(v.dtype), v, dims=1) for k, v in self.shared.items()}
+
+    def uniform(self) -> Tensor:
+        return torch.full((len(self.ids),), 1 / len(self.ids), dtype=torch.float64)
+
+    def sizes(self, weights: str) -> Tensor:
+        """What each client counts before normalisation: its examples (weights=size), or 1 (weights=uniform)."""
+        return self.values["n"].double() if weights == "size" else torch.ones(len(self.ids), dtype=torch.float64)
+
+    def mean_loss(self) -> float:
+        return float(self.values["loss"].mean())
+
+    def median_loss(self) -> float:
+        return float(self.values["loss"].median())
+
+
+class Gaps:
+    """G_i = L_i(w_g) − L_i(w_i) on validation data: what averaging cost client i in the last round.
+
+    A client evaluates the model it is sent before it trains, so the gap of a round is known one round later without a
+    message of its own: `before` of this round minus `after` of the last one.
+    """
+
+    def __init__(self, server: Params):
+        self.kept: Params = {"after": server["after"].clone()} if "after" in server else {}
+        self.found: dict[int, float] = {}
+
+    def add(self, reply: Reply) -> None:
+        if not self.kept:
+            return
+        at = torch.from_numpy(reply.ids)
+        gap = reply.values["before"] - self.kept["after"][at]
+        self.kept["after"][at] = reply.values["after"]
+        self.found |= {i: g for i, g in by_client(reply.ids, gap).items() if g == g}
+
+    def notes(self) -> dict[str, float | str | dict[int, float]]:
+        if len(self.found) < 2:
+            return {}
+        return {"gaps": dict(self.found), "gap_variance": float(np.var(list(self.found.values())))}
+
+
+class Agreement:
+    """The mean cosine over all pairs of updates, from the sum of unit vectors alone: (‖Σu‖² − n)/(n(n − 1))."""
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = wanted
+        self.sum: Tensor | float = 0.0
+        self.clients = 0
+
+    def add(self, reply: Reply, shared: Params) -> None:
+        names = sorted(k for k in shared if not is_running_statistic(k))
+        if not self.wanted or not names:
+            return
+        updates = torch.cat([(reply.shared[k] - shared[k][None]).flatten(1).double() for k in names], dim=1)
+        lengths = updates.norm(dim=1, keepdim=True)
+        self.sum = self.sum + (updates / lengths.clamp(min=1e-300)).sum(0)
+        self.clients += int((lengths > 0).sum())
+
+    def notes(self) -> dict[str, float | str | dict[int, float]]:
+        return {"cosine": self.mean()} if self.clients > 1 else {}
+
+    def mean(self) -> float:
+        n = self.clients
+        return float((torch.as_tensor(self.sum).square().sum() - n) / (n * (n - 1)))
+
+
+def by_client(ids: np.ndarray, values: Tensor) -> dict[int, float]:
+    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def require_gaps(merge: Merge) -> None:
+    if not merge.gaps:
+        raise FedvlmError("gaps=false: this merge is computed from the gaps; leave gaps out, or use merge=mean")

@@ -1,0 +1,30 @@
+"""AUROC of a client's test images against outsiders (outsiders=), by three scores: MCM, max logit, energy."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.local.model import Model
+from fedvlm.metrics.base import ClientView, PerClient
+from fedvlm.metrics.detection import SCORES, auroc
+
+
+@dataclass(frozen=True)
+class Auroc(PerClient):
+    lower_is_better: ClassVar[bool] = False
+    extra: ClassVar[str] = "outsiders"
+
+    def shape(self, model: Model) -> tuple[int, ...]:
+        return (len(SCORES),)
+
+    def client(self, view: ClientView) -> Tensor:
+        inside, outside = view.detection_scores("test"), view.detection_scores("outsiders")
+        values = [auroc(inside[score], outside[score]) for score in SCORES]
+        return torch.tensor([-1.0 if v is None else v for v in values], dtype=torch.get_default_dtype())
+
+    def result(self, statistic: np.ndarray, count: np.ndarray) -> np.ndarray:
+        """By the first score, MCM; −1 marks a client without test images."""
+        return np.where(statistic[..., 0] < 0, np.nan, statistic[..., 0])

@@ -1,0 +1,17 @@
+"""Accuracy on corrupted versions of the test images (corrupt=): the mean over all versions."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedvlm.local.model import Model
+from fedvlm.metrics.base import Additive
+
+
+@dataclass(frozen=True)
+class Corrupted(Additive):
+    extra: ClassVar[str] = "corrupted"
+
+    def each(self, model: Model, logits: Tensor, y: Tensor) -> Tensor:
+        return model.adapter.task_type.score(logits, y)

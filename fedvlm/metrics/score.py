@@ -1,0 +1,18 @@
+"""The score of the task type: accuracy, or the Dice coefficient of an image."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedvlm.local.model import Model
+from fedvlm.metrics.base import Additive
+from fedvlm.tasks import CLASSIFICATION, NEXT_CHARACTER, SEGMENTATION, TaskType
+
+
+@dataclass(frozen=True)
+class Score(Additive):
+    task_types: ClassVar[tuple[TaskType, ...]] = (CLASSIFICATION, NEXT_CHARACTER, SEGMENTATION)
+
+    def each(self, model: Model, logits: Tensor, y: Tensor) -> Tensor:
+        return model.adapter.task_type.score(logits, y)

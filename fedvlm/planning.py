@@ -1,0 +1,100 @@
+"""Before anything runs: which single runs a setup stands for, where they go, and what a round will cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedvlm import steps
+from fedvlm.config import Setup
+from fedvlm.core import Message, copy_per_client, nbytes
+from fedvlm.data.federation import Federation
+from fedvlm.data.pool import Pool
+from fedvlm.errors import FedvlmError, nearest
+from fedvlm.folder import folder_name
+from fedvlm.machine import runs_home
+from fedvlm.method import Method
+
+LEAVE_ONE_OUT = "leave-one-domain-out"
+
+
+class Job(NamedTuple):
+    """A single run, and its folder."""
+
+    setup: Setup
+    folder: Path
+
+
+class Cost(NamedTuple):
+    """Of a round."""
+
+    asked: int  # clients
+    down: float  # bytes
+    up: float
+    seconds: float
+
+
+def jobs_of(setup: Setup, pool: Pool) -> list[Job]:
+    """The single runs of a setup, targets × seeds, each with its folder; with `out=`, a single run's folder is that."""
+    found = single_runs(setup, pool)
+    if len(found) == 1 and found[0].config.out:
+        return [Job(found[0], Path(found[0].config.out))]
+    return [Job(one, place(one, pool)) for one in found]
+
+
+def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
+    config = setup.config
+    targets: list[tuple[str, ...]] = [config.unseen]
+    if config.protocol == LEAVE_ONE_OUT:
+        cut = config.partition in ("domain-iid", "domain-dirichlet") and config.clients > 1
+        domains = pool.source.domains
+        if len(domains) < (2 if cut else 3):  # somebody must be left to federate
+            raise FedvlmError(
+                f"protocol={LEAVE_ONE_OUT} needs three domains or more (two, with partition=domain-iid clients=3), and "
+                f"data={config.data} has {len(domains)}; use a folder of domain/class/image"
+            )
+        for wanted in set(config.unseen) - set(domains):
+            raise FedvlmError(f"unseen={wanted}: no such domain; {nearest(wanted, domains)}")
+        targets = [(d,) for d in domains if not config.unseen or d in config.unseen]
+    return [setup.with_(unseen=t, seed=s, seeds=()) for t in targets for s in (config.seeds or (config.seed,))]
+
+
+def place(setup: Setup, pool: Pool) -> Path:
+    """Where a run's folder goes when it has no name of its own."""
+    root = Path(setup.config.out) if setup.config.out else runs_home()
+    return root / folder_name(setup, pool)
+
+
+def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
+    """What a round will send and take: bytes are exact (except for uploads of any length and the reference model of a later
+    stage), seconds are extrapolated from a few timed batches."""
+    able = federation.seen
+    asked = max(1, int(np.ceil(setup.config.participation * len(able))))
+    sizes = federation.data.counts("train")
+    first = int(able[sizes[able].argmax()])
+    few = min(int(sizes[first]), 8 * setup.local.batch)
+    low = int(federation.data.bounds[first, 0])
+    sample = replace(federation.data, bounds=np.array([[low, low + few, low + few, low + few]]), ids=np.array([first]))
+    state = method.init(len(federation.names))
+    message = state.message()
+    ready = method.for_message(message)
+    took = []
+    for _ in range(2):  # the first time warms up
+        began = time.perf_counter()
+        answer = steps.find("train").run(ready, copy_per_client(method.newcomer, 1), message, sample, {})
+        trained = time.perf_counter()
+        steps.find("score").run(ready, answer.own, message, sample, {})
+        took.append((trained - began, time.perf_counter() - trained))
+    train, score = took[-1]
+    share = asked / len(able)
+    public = sum(len(e.x) for half, e in federation.data.extras.items() if half in method.base_and_novel)
+    scored = len(federation.data.x) + public * (len(able) if method.has_personal_models else 1)
+    seconds = (train * share * sizes[able].sum() + score * scored) / few
+    ragged = sum(-math.prod(shape) for shape in method.uploads.values() if -1 in shape)
+    up = asked * (nbytes(method.initial) + method.upload_bytes + 4 * ragged * float(sizes[able].mean()))
+    return Cost(asked, asked * Message(state.shared, state.task).nbytes, up, float(seconds))

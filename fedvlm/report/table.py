@@ -1,0 +1,74 @@
+"""A table of text, with the same rows as numbers. Imports nothing heavy: the console shows every table with it."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from fedvlm.errors import FedvlmError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+NUMERIC = re.compile(r"[\d\s.,+±–/-]*(e[+-]\d+)?( [kMG]?B)?$")
+Value = float | str | None  # of a row as numbers; None where there is no such value
+
+
+class SeedScores(NamedTuple):
+    """A row's scores by seed, in percent, on the metric by which methods are compared."""
+
+    metric: str
+    scores: dict[int, float]
+
+
+@dataclass
+class Table:
+    columns: list[str]
+    rows: list[dict[str, str]]  # column → cell; a missing cell is empty
+    notes: list[str] = field(default_factory=list)
+    values: list[dict[str, Value]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
+    by_seed: dict[str, SeedScores] = field(default_factory=dict)  # by method; see `tables.against`
+
+    def cells(self, column: str) -> list[str]:
+        return [row.get(column, "") for row in self.rows]
+
+    def is_numeric(self, column: str) -> bool:
+        return all(map(NUMERIC.match, self.cells(column)))
+
+    def __str__(self) -> str:
+        widths = {c: max(map(len, (c, *self.cells(c)))) for c in self.columns}
+        right = {c for c in self.columns if self.is_numeric(c)}
+        lines = [dict(zip(self.columns, self.columns, strict=True)), *self.rows]
+        padded = [
+            [row.get(c, "").rjust(widths[c]) if c in right else row.get(c, "").ljust(widths[c]) for c in self.columns]
+            for row in lines
+        ]
+        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *self.notes])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        right = {c for c in self.columns if self.is_numeric(c)}
+
+        def cell(tag: str, column: str, text: str) -> str:
+            align = "right" if column in right else "left"
+            return f'<{tag} style="text-align: {align}">{html.escape(text)}</{tag}>'
+
+        head = "".join(cell("th", c, c) for c in self.columns)
+        body = ["".join(cell("td", c, row.get(c, "")) for c in self.columns) for row in self.rows]
+        notes = [f"<p><small>{html.escape(note)}</small></p>" for note in self.notes]
+        rows = [f"<tr>{line}</tr>" for line in body]
+        return "\n".join(
+            ["<table>", f"<thead><tr>{head}</tr></thead>", "<tbody>", *rows, "</tbody>", "</table>", *notes]
+        )
+
+    def to_pandas(self) -> DataFrame:
+        """The rows as numbers, indexed by the first column; NaN where there is no value."""
+        try:
+            import pandas
+        except ImportError:
+            raise FedvlmError("a DataFrame needs pandas; install it with `pip install pandas`") from None
+        rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in self.values or self.rows]
+        return pandas.DataFrame(rows, columns=None if rows else self.columns).set_index(self.columns[0])

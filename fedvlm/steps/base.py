@@ -1,0 +1,55 @@
+"""What a step is: what it computes on a few clients side by side, and the schema of its reply.
+
+A step is a pure function of (private rows, message, data): random only through seeds derived from (run, round, client).
+Engines know the schema and nothing else of a step; they check every reply against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from fedvlm.core import Data, Message, Params
+from fedvlm.local.base import Shapes
+
+if TYPE_CHECKING:
+    from fedvlm.method import Method
+
+
+class Schema(NamedTuple):
+    """What one client may answer: anything else is refused."""
+
+    values: Shapes
+    shared: bool = False  # the shared parameters come back, too
+
+    @property
+    def ragged(self) -> list[str]:
+        """Values with an axis of any length."""
+        return [k for k, shape in self.values.items() if -1 in shape]
+
+
+class Answer(NamedTuple):
+    """What a step computed for a few clients, [clients, ...] each."""
+
+    own: Params  # private rows; stored where the step trains
+    values: Params
+    shared: Params = {}
+    lengths: dict[str, Tensor] = {}  # [clients], of ragged values, which are padded to the longest client
+
+
+class Step:
+    trains: bool = False  # it changes private rows
+
+    def schema(self, method: Method, extras: Collection[str]) -> Schema:
+        """`extras`: the names of extra examples that the clients' data has."""
+        raise NotImplementedError
+
+    def prepare(self, method: Method, message: Message) -> Params:
+        """What can be computed once for all clients of a process before they run the step."""
+        return {}
+
+    def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:
+        """`method` already uses the class embeddings of the message."""
+        raise NotImplementedError

@@ -1,0 +1,35 @@
+"""Training: the local rule trains, the merge adds what it needs, and the trained shared parameters go up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedvlm.core import Data, Message, Params, with_client_axis
+from fedvlm.local import copies
+from fedvlm.steps.base import Answer, Schema, Step
+from fedvlm.steps.validate import validation_loss
+
+if TYPE_CHECKING:
+    from fedvlm.method import Method
+
+
+class Train(Step):
+    trains = True
+
+    def schema(self, method: Method, extras: Collection[str]) -> Schema:
+        return Schema(method.uploads, shared=True)
+
+    def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:
+        values: Params = {}
+        if "before" in method.uploads:
+            values["before"] = validation_loss(method, own, with_client_axis(message.shared), data)
+        own, shared, uploaded = method.local.train(method.model, own, message, data)
+        if method.has_shared_twin:
+            own |= {method.TRAINED: torch.ones(len(data), dtype=data.dtype, device=data.x.device)}
+        if "after" in method.uploads:
+            values["after"] = validation_loss(method, own, shared, data)
+        more, lengths = method.merge.client_values(method.model, shared | copies.adapter_params(own), data)
+        return Answer(own, uploaded | more | values, shared, lengths)
