@@ -1,29 +1,32 @@
-"""FOCoOp's tables: accuracy, accuracy on corrupted images, and telling outsiders (FPR95, AUROC), for prompts and others.
+"""FOCoOp's tables: accuracy, accuracy on corrupted images, and detection of outsiders (FPR95, AUROC) for many methods.
 
     python benchmarks/outsiders.py --caltech ../shared/data/caltech101 --outsiders ../shared/data/textures
     python benchmarks/outsiders.py --cifar CIFAR10 --outsiders ../shared/data/textures     # tools/cifar10.py makes CIFAR10
 
-Caltech101: its classes dealt to 10 clients without overlap, 8 shots. CIFAR-10: Dirichlet 0.1, 0.5 and 5, 10 clients, 8
-shots. The clients' own models on their own test images, which are told from the outsiders by MCM. Every method's learning
-rate is chosen from one grid on the clients' validation images (first seed, last round; on CIFAR-10 with alpha = 0.5; the
-ablations take FOCoOp's); test images and outsiders stay out of it. Runs unchanged on a GPU or not, and says on which.
+Caltech101: each class is dealt to one of 10 clients, 8 shots. CIFAR-10: Dirichlet 0.1, 0.5 and 5, 10 clients, 8 shots. The
+clients' own models are tested on their own test images and on the outsiders, which are detected by MCM. Each method's
+learning rate is chosen from one grid on the clients' validation images (first seed, last round; for CIFAR-10 with
+alpha = 0.5; the ablations use FOCoOp's); test images and outsiders are not used for it. Uses a GPU where there is one; the
+output names the device.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
 import numpy as np
 import torch
+from study import last_rounds, mean_std, megabytes_per_round, run_each, standard_error
 
 from fedvlm import console
-from fedvlm.commands import jobs_of, run_all
-from fedvlm.config import resolve
+from fedvlm.config import Setup, resolve
+from fedvlm.data.pool import Pools
+from fedvlm.evaluate.protocols import or_nan
 from fedvlm.evaluate.views import selection
-from fedvlm.report.tables import plus_minus
-from fedvlm.folder import Run
+from fedvlm.folder import RunFolder
+from fedvlm.records import value_of
+from fedvlm.report.tables import DASH
 
 GRID = (1e-3, 1e-2, 1e-1, 1.0)
 METHODS = [
@@ -43,101 +46,94 @@ METHODS = [
 ]
 MEASURES = {"ACC": "acc", "CACC": "cacc", "FPR95": "fpr95", "AUROC": "auroc"}
 
+Found = dict[str, list[RunFolder]]  # method → its runs, one per seed
+Settings = dict[str, object]
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--caltech", default="")
-    parser.add_argument("--cifar", default="")
-    parser.add_argument("--outsiders", required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--caltech", default="", help="a folder of class/image")
+    parser.add_argument("--cifar", default="", help="a folder of class/image")
+    parser.add_argument("--outsiders", required=True, help="a folder of images of no class")
     parser.add_argument("--out", default="runs/outsiders")
     parser.add_argument("--seeds", default="50,77,98")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--corrupt", type=int, default=1, help="corrupted versions of an image")
-    parser.add_argument("--grid", default=",".join(map(str, GRID)))
+    parser.add_argument("--corrupt", type=int, default=1, help="corrupted versions of each test image")
+    parser.add_argument("--grid", default=",".join(map(str, GRID)), help="learning rates to choose from")
     parser.add_argument("--precision", default="full", choices=["full", "half"])
-    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=0, help="runs at a time; 0 is one per core")
     parser.add_argument("--methods", nargs="*", default=METHODS)
     args = parser.parse_args()
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    common = {"outsiders": args.outsiders, "corrupt": args.corrupt, "clients": 10, "shots": 8, "rounds": args.rounds}
-    common |= {"evaluate": args.rounds, "out": args.out, "jobs": args.jobs}
-    settings: dict[str, list[dict[str, Any]]] = {}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    common: Settings = {"outsiders": args.outsiders, "corrupt": args.corrupt, "clients": 10, "shots": 8}
+    common |= {"rounds": args.rounds, "evaluate": args.rounds, "out": args.out, "jobs": args.jobs}
+    data: dict[str, list[Settings]] = {}
     if args.caltech:
-        settings["Caltech101, classes dealt out"] = [{"data": args.caltech, "partition": "pathological"}]
+        data["Caltech101, each class dealt to one client"] = [{"data": args.caltech, "partition": "pathological"}]
     if args.cifar:
-        skewed = {"data": args.cifar, "partition": "dirichlet"}
-        settings["CIFAR-10"] = [skewed | {"alpha": alpha} for alpha in (0.5, 0.1, 5.0)]
-    for title, layouts in settings.items():
+        skewed: Settings = {"data": args.cifar, "partition": "dirichlet"}
+        data["CIFAR-10"] = [skewed | {"alpha": alpha} for alpha in (0.5, 0.1, 5.0)]
+    pools = Pools()
+    for title, layouts in data.items():
         rates: dict[str, float] = {}
         for layout in layouts:
             began = time.perf_counter()
-            found = study(args, common | layout, rates)
+            found = study(args, common | layout, rates, pools)
             name = title + (f", alpha = {layout['alpha']}" if "alpha" in layout else "")
-            print(
-                f"\n{name}; mini-clip ({args.precision} precision), {where}, {args.rounds} rounds, seeds {args.seeds}"
-            )
+            about = f"mini-clip ({args.precision} precision), {device}, {args.rounds} rounds, seeds {args.seeds}"
+            print(f"\n{name}; {about}")
             print(f"test split, last round, clients' own models, ± std over seeds; {time.perf_counter() - began:.0f} s")
-            rows = [[m, f"{rates[m]:g}" if m in rates else "–", *row(runs)] for m, runs in found.items()]
+            rows = [[m, f"{rates[m]:g}" if m in rates else DASH, *row(runs)] for m, runs in found.items()]
             console.rows(["method", "lr", *MEASURES, "AUROC, max-logit", "AUROC, energy", "MB/round"], rows)
-            claims(found)
+            print_differences(found)
 
 
-def study(args: argparse.Namespace, given: dict[str, Any], rates: dict[str, float]) -> dict[str, list[Run]]:
-    """Chooses learning rates that are not chosen yet, then runs every seed: method → its runs."""
+def study(args: argparse.Namespace, given: Settings, rates: dict[str, float], pools: Pools) -> Found:
+    """Chooses the learning rates that `rates` lacks, and adds them to it; then runs every seed."""
     seeds = args.seeds.split(",")
-    tune = [m for m in args.methods if m != "zero-shot" and "without" not in m and m not in rates]
-    tried = [
-        (m, lr, setup(m, given, args, lr=lr, seeds=seeds[0])) for m in tune for lr in map(float, args.grid.split(","))
-    ]
+    untuned = [m for m in args.methods if m != "zero-shot" and "without" not in m and m not in rates]
+    grid = [float(lr) for lr in args.grid.split(",")]
+    candidates = {(m, lr): setup_for(m, given | {"lr": lr, "seeds": seeds[0]}, args) for m in untuned for lr in grid}
     best: dict[str, float] = {}
-    for (m, lr, _), run in zip(tried, run_all(jobs_of([s for *_, s in tried]), args.jobs), strict=True):
-        score = selection(run.info["result"]["last"])
+    for (m, lr), runs in run_each(candidates, args.jobs, pools).items():
+        score = selection(last_rounds(runs)[0])
         if score > best.get(m, -1):
             best[m], rates[m] = score, lr
     rates |= {m: rates["focoop"] for m in args.methods if "without" in m and "focoop" in rates}
-    setups = [setup(m, given, args, **({"lr": rates[m]} if m in rates else {}), seeds=args.seeds) for m in args.methods]
-    jobs = [jobs_of([s]) for s in setups]
-    done = iter(run_all([j for part in jobs for j in part], args.jobs))
-    return {m: [next(done) for _ in part] for m, part in zip(args.methods, jobs, strict=True)}
+    chosen = {m: {"lr": rates[m]} if m in rates else {} for m in args.methods}
+    setups = {m: setup_for(m, given | lr | {"seeds": args.seeds}, args) for m, lr in chosen.items()}
+    return run_each(setups, args.jobs, pools)
 
 
-def setup(method: str, given: dict[str, Any], args: argparse.Namespace, **more: Any) -> Any:
-    chosen = given | more | ({"rounds": 0} if method == "zero-shot" else {})
-    if hasattr(resolve(method, chosen).adapter, "precision"):
-        chosen["precision"] = args.precision
-    return resolve(method, chosen)
+def setup_for(method: str, given: Settings, args: argparse.Namespace) -> Setup:
+    given = given | ({"rounds": 0} if method == "zero-shot" else {})
+    setup = resolve(method, given)
+    if "precision" in setup.parts["adapter"].settings:
+        return resolve(method, given | {"precision": args.precision})
+    return setup
 
 
-def row(runs: list[Run]) -> list[str]:
-    last = [r.info["result"]["last"] for r in runs]
-    cells = [spread([100 * x[key] for x in last]) for key in MEASURES.values()]
-    cells += [
-        spread([100 * x["detection"]["personal"][f"{score}.auroc"] for x in last]) for score in ("max-logit", "energy")
-    ]
-    results = [r.info["result"] for r in runs]
-    wire = np.mean([(r["bytes_up"] + r["bytes_down"]) / max(1, r["last"]["round"]) for r in results]) / 1e6
-    return [*cells, f"{wire:.2f}"]
+def row(runs: list[RunFolder]) -> list[str]:
+    rounds = last_rounds(runs)
+    cells = [mean_std([value_of(r, key) for r in rounds], 100) for key in MEASURES.values()]
+    for score in ("max-logit", "energy"):
+        cells.append(mean_std([r["detection"]["personal"][f"{score}.auroc"] for r in rounds], 100))
+    return [*cells, f"{megabytes_per_round(runs):.2f}"]
 
 
-def spread(values: list[float]) -> str:
-    return plus_minus(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
-
-
-def claims(found: dict[str, list[Run]]) -> None:
-    """The paper's: FOCoOp tells outsiders best without losing accuracy, and each of its two modules matters."""
+def print_differences(found: Found) -> None:
+    """The paper's claims: FOCoOp detects outsiders best without losing accuracy, and each of its two modules matters."""
     if "focoop" not in found:
         return
-    last = {m: [r.info["result"]["last"] for r in runs] for m, runs in found.items()}
-    got = {m: {k: np.array([100 * x[k] for x in part]) for k in MEASURES.values()} for m, part in last.items()}
+    values = {
+        m: {k: np.array([100 * or_nan(value_of(r, k)) for r in last_rounds(runs)]) for k in MEASURES.values()}
+        for m, runs in found.items()
+    }
     for m in found:
         if m != "focoop":
-            change = {k: got["focoop"][k] - got[m][k] for k in MEASURES.values()}
-            told = [f"{name} {v.mean():+.2f} ± {error(v):.2f}" for name, k in MEASURES.items() for v in [change[k]]]
-            print(f"focoop against {m}, seed by seed (± s.e.): {', '.join(told)}")
-
-
-def error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+            changes = {name: values["focoop"][k] - values[m][k] for name, k in MEASURES.items()}
+            text = ", ".join(f"{name} {v.mean():+.2f} ± {standard_error(v):.2f}" for name, v in changes.items())
+            print(f"focoop against {m}, seed by seed (± s.e.): {text}")
 
 
 if __name__ == "__main__":

@@ -263,7 +263,8 @@ class Description:
     def to_yaml(self) -> str:
         """A complete recipe: every key with its value, where it comes from and what it does, as comments."""
         about, chosen = self.setup.method, self.setup.parts
-        lines = [f"title: {quoted(about.title)}", f"paper: {quoted(about.paper)}", f"idea: {quoted(about.idea)}"]
+        texts = {"title": about.title, "paper": about.paper, "idea": about.idea}
+        lines = [f"{key}: {quoted(text)}" for key, text in texts.items() if text]
         lines += [f"{axis}: {quoted(chosen[axis].name)}" for axis in ("adapter", "local", "merge")]
         lines.append("settings:")
         done: set[str] = set()
@@ -298,7 +299,9 @@ def prepared(keys: dict[str, object]) -> dict[str, object]:
     if "data" in given and not isinstance(given["data"], str):
         from fedvlm.data.objects import stored
 
-        given["data"] = stored(given["data"])
+        made = stored(given["data"])
+        given["data"] = str(made.path)
+        given |= {"group": made.group} if made.group and "group" not in given else {}
     if "backbone" in given and not isinstance(given["backbone"], str):
         from fedvlm.backbones.objects import register
 

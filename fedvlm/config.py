@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedvlm.metrics.base import Metric
 
 COMMAND_LINE = "command line"
+RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
 OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody
 NOT_BINDING = ("out", "seeds", "jobs", "protocol", "timeout", "device")  # keys that do not change a run's numbers
 
@@ -49,9 +50,7 @@ class Layout:
 class Config(Layout):
     """What a run is, beside its method's three parts."""
 
-    data: str = (
-        "emoji"  # emoji (embedded), a folder or zip of images, .jsonl (text), .safetensors (embeddings)
-    )
+    data: str = "emoji"  # emoji (embedded), a folder or zip of images, .jsonl (text), .safetensors (embeddings)
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
     template: str = "a photo of a {}"  # the phrase that is made of a class name
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stay on one side of a split
@@ -133,10 +132,10 @@ class Setup:
 
     def binding(self) -> dict[str, object]:
         """What decides the numbers of a run, as plain data."""
-        made = {home: [p.name if home not in self.codes else "", p.settings] for home, p in self.parts.items()}
-        if self.parts["engine"].code == "":
-            made.pop("engine")
-        return made | binding(self.settings()) | {"code": {home: code.digest for home, code in self.codes.items()}}
+        made = {home: [p.digest or p.name, p.settings] for home, p in self.parts.items()}
+        if not self.parts["engine"].code:
+            made.pop("engine")  # all engines of the package give the same numbers
+        return {**made, **binding(self.settings())}
 
     @classmethod
     def from_record(cls, record: RunRecord, folder: Path) -> Setup:
@@ -175,9 +174,11 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     tuned = str(given.get("settings", "tuned")) != "paper"
     names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
     keys: dict[str, list[Key]] = {"run": keys_of(Config)} | {a: catalogue.keys(a, n) for a, n in names.items()}
+    layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
+    metrics = metric_homes(layers, next(k for k in keys["run"] if k.name == "metrics"))
+    keys |= {home: catalogue.keys("metric", spec) for spec, home in metrics.items()}
     values: dict[str, Settings] = {home: {} for home in keys}
     origins: dict[str, str] = {}
-    layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
     for origin, settings in layers:
         for key, value in settings.items():
             if key in (*parts.AXES, "on"):
@@ -200,30 +201,41 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
     check(config, complete["local"])
     codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
-    homes_ = {a: part_record(n, complete[a], codes.get(a)) for a, n in names.items()}
-    for spec in config.metrics:
-        home, part = _metric(spec, codes)
-        homes_[home] = part
+    homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
+    for spec, home in metrics.items():
+        if _is_users("metric", spec):
+            codes[home] = own.read(f"metric={spec}", spec)
+        homes_[home] = part_record("metric", home.removeprefix("metric-"), complete[home], codes.get(home))
     homes_["engine"] = _engine(config.engine, codes)
     about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
     return Setup(about, config, homes_, cast(Settings, dict(given)), origins, codes)
 
 
-def part_record(name: str, settings: Settings, code: own.Code | None) -> PartRecord:
-    return PartRecord(name, settings, code.entry, code.digest) if code else PartRecord(name, settings)
+def part_record(kind: str, name: str, settings: Settings, code: own.Code | None) -> PartRecord:
+    if code:
+        return PartRecord(name, settings, code.entry, code.digest)
+    return PartRecord(name, settings, digest=parts.installed_version(kind, name))
 
 
 def _is_users(kind: str, name: str) -> bool:
     return own.is_own(name) and name not in parts.names(kind)
 
 
-def _metric(spec: str, codes: dict[str, own.Code]) -> tuple[str, PartRecord]:
-    name = Path(spec).stem if spec.endswith(".py") else spec.rpartition(".")[2]
-    settings = {k.name: k.default for k in catalogue.keys("metric", spec)}
-    home = f"metric-{name}"
-    if _is_users("metric", spec):
-        codes[home] = own.read(f"metric={spec}", spec)
-    return home, part_record(name, settings, codes.get(home))
+def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
+    """What `metrics=` names, as spec → home."""
+    given = [layer.settings["metrics"] for layer in layers if "metrics" in layer.settings]
+    specs = cast(list[str], key.coerce(given[-1])) if given else []
+    found: dict[str, str] = {}
+    for spec in specs:
+        name = Path(spec).stem if spec.endswith(".py") else spec.rpartition(".")[2]
+        if name in RECORDED:
+            raise FedvlmError(
+                f"metrics={spec}: {name} is recorded in any case where it applies; leave it out or rename it"
+            )
+        if f"metric-{name}" in found.values():
+            raise FedvlmError(f"metrics={spec}: two metrics are called {name}; rename one of the files")
+        found[spec] = f"metric-{name}"
+    return found
 
 
 def _engine(name: str, codes: dict[str, own.Code]) -> PartRecord:
@@ -231,12 +243,14 @@ def _engine(name: str, codes: dict[str, own.Code]) -> PartRecord:
         codes["engine"] = own.read(f"engine={name}", name)
     elif name != "auto" and name not in parts.names("engine"):
         parts.find("engine", name)  # says what there is
-    return part_record("stacked" if name == "auto" else name, {}, codes.get("engine"))
+    return part_record("engine", "stacked" if name == "auto" else name, {}, codes.get("engine"))
 
 
 def _is(key: str, home: str, known: list[Key]) -> bool:
+    """Whether a key is of this home: NAME or HOME.NAME; of metrics only METRIC.NAME, such as ece.bins."""
     axis, _, name = key.rpartition(".")
-    return axis in ("", home) and any(k.name == name for k in known)
+    fits = axis == home.removeprefix("metric-") if home.startswith("metric-") else axis in ("", home)
+    return fits and any(k.name == name for k in known)
 
 
 def _known_elsewhere(key: str, plan: recipe.Recipe) -> bool:

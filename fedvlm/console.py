@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
-from fedvlm.evaluate.protocols import MEASURES, value_of
-from fedvlm.records import RoundRecord
+from fedvlm.records import MEASURES, RoundRecord, value_of
 from fedvlm.report.table import Table
 
 WIDE = 240  # columns where the output is no terminal, so that nothing is cut

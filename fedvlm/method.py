@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -68,7 +69,7 @@ class Method:
             newcomer[cls.TRAINED] = torch.zeros(())
         return method
 
-    @property
+    @cached_property
     def model(self) -> Model:
         return Model(self.adapter, self.task)
 
@@ -76,26 +77,26 @@ class Method:
     def trains(self) -> bool:
         return bool(self.initial or self.newcomer)
 
-    @property
+    @cached_property
     def has_shared_model(self) -> bool:
         """False where everything that is trained is private."""
         return bool(self.initial) or not self.newcomer
 
-    @property
+    @cached_property
     def has_personal_models(self) -> bool:
         """Whether a client's own model differs from the shared one."""
         return bool(self.newcomer) or self.local.adapts
 
-    @property
+    @cached_property
     def has_shared_twin(self) -> bool:
         """Whether private parameters have shared counterparts, which new clients use."""
         return isinstance(self.adapter, HasSharedTwin) and bool(self.adapter.private)
 
-    @property
+    @cached_property
     def views(self) -> tuple[str, ...]:
         return ("shared",) * self.has_shared_model + ("personal",) * self.has_personal_models
 
-    @property
+    @cached_property
     def uploads(self) -> Shapes:
         """What goes up in training beside the shared parameters."""
         gaps: Shapes = {n: () for n in GAPS if n in self.merge.requires}
@@ -106,7 +107,7 @@ class Method:
         """The size of `uploads` for one client; values of any length are left out."""
         return 4 * sum(math.prod(shape) for shape in self.uploads.values() if -1 not in shape)
 
-    @property
+    @cached_property
     def base_and_novel(self) -> dict[str, Task]:
         """Under base-to-novel, the tasks to score: base classes and, for adapters with an open vocabulary, novel ones."""
         if self.task.novel is None:

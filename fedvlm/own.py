@@ -7,6 +7,7 @@ from its own folder even where another version of it is already loaded.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -44,13 +45,22 @@ class Code(NamedTuple):
         """Imports it from a copy in the cache, so that later edits of the original do not matter."""
         if (self.digest, self.entry) in _loaded:
             return _loaded[self.digest, self.entry]
+        return load(what, self._cached(), self.entry)
+
+    def _cached(self) -> Path:
+        """A folder with this code: in the cache, written beside and renamed, since other processes may read it."""
         folder = cache_home() / "code" / self.digest
+        if folder.is_dir() and stored(folder, self.entry) == self:
+            return folder
         try:
-            self.write(folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(dir=folder.parent))
         except OSError:  # a read-only cache
-            folder = Path(tempfile.mkdtemp(prefix="fedvlm-code-"))
-            self.write(folder)
-        return load(what, folder, self.entry)
+            fresh = Path(tempfile.mkdtemp(prefix="fedvlm-code-"))
+        self.write(fresh)
+        with contextlib.suppress(OSError):  # another process was first: either copy will do
+            return fresh.rename(folder)
+        return fresh
 
 
 def digest(sources: dict[str, bytes]) -> str:

@@ -8,7 +8,6 @@ A name is, in this order: a file in the package's folder (`rotation`), an entry 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +47,19 @@ def names(kind: str) -> list[str]:
 
 def installed(kind: str) -> dict[str, str]:
     """Entry points of other packages: name → module (or module:class)."""
-    return {e.name: e.value for e in importlib.metadata.entry_points(group=KINDS[kind].group)}
+    from importlib.metadata import entry_points  # slow to import, and most commands do not need it
+
+    return {e.name: e.value for e in entry_points(group=KINDS[kind].group)}
+
+
+def installed_version(kind: str, name: str) -> str:
+    """DISTRIBUTION VERSION of a part that an installed package declares; "" for a built-in one."""
+    if (HERE / KINDS[kind].folder / f"{name}.py").is_file() or own.is_own(name):
+        return ""
+    from importlib.metadata import entry_points
+
+    found = [e.dist for e in entry_points(group=KINDS[kind].group) if e.name == name and e.dist]
+    return f"{found[0].name} {found[0].version}" if found else ""
 
 
 def find(kind: str, name: str, code: Path | None = None, entry: str = "") -> type:

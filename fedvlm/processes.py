@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.queues
 import os
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -73,11 +76,28 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     with ProcessPoolExecutor(min(at_once, len(jobs)), context, _begin, (rounds,)) as processes:
-        waiting = {processes.submit(_one, i, job): i for i, job in enumerate(jobs)}
+        with _main_hidden():
+            waiting = {processes.submit(_one, i, job): i for i, job in enumerate(jobs)}
         for done in as_completed(waiting):
-            ended(waiting[done], done.result())
+            try:
+                ended(waiting[done], done.result())
+            except BrokenProcessPool:
+                ended(waiting[done], "its process died; what was saved stands, and the same command goes on")
     rounds.put(None)
     listener.join()
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Children do not run the user's script again: without this, a script that calls `fedvlm.bench` would need a
+    `if __name__ == "__main__"` guard."""
+    script = vars(sys.modules["__main__"])
+    hidden: dict[str, object] = {n: script.pop(n) for n in ("__file__", "__spec__") if n in script}
+    script["__spec__"] = None
+    try:
+        yield
+    finally:
+        script.update(hidden)
 
 
 class _Child:

@@ -102,7 +102,7 @@ def load(name: str, on: str = "") -> Recipe:
     """A built-in recipe, or the user's own (a path that ends in .yaml or .yml), put on a preset if one is given."""
     path = _locate(name)
     chain = _chain(path, ())
-    text = {key: value for file in chain for key, value in file.text.items()}
+    text = {key: _beside(file, key, value) for file in chain for key, value in file.text.items()}
     if missing := [axis for axis in AXES if axis not in text]:
         advice = f"add {missing[0]}: NAME, or like: RECIPE to start from another recipe"
         raise _wrong(path, f"{' and '.join(missing)} missing; {advice}")
@@ -119,6 +119,12 @@ def load(name: str, on: str = "") -> Recipe:
         raise FedvlmError(f"method {name}: it depends on its adapter, {recipe.adapter}; {advice}")
     title, adapter = f"{recipe.title} on {preset.text['title']}", preset.text["adapter"]
     return replace(recipe, title=title, adapter=adapter, on=on, blocks=_blocks_on(chain, on, preset))
+
+
+def _beside(file: File, key: str, value: str) -> str:
+    """A part given as a file is looked for beside the recipe first, then in the working directory."""
+    found = file.path.parent / value
+    return str(found) if key in AXES and value.endswith(".py") and found.is_file() else value
 
 
 def published(method: str, on: str, data: str, settings: Mapping[str, object] | None = None) -> dict[str, float | str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, cast
 
@@ -16,6 +17,7 @@ Value = int | float | str | bool | None | list["Value"]  # of a setting
 Settings = dict[str, Value]
 Scores = dict[str, Number]
 Select = Literal["last", "selected"]
+MEASURES = ("local", "base", "novel", "hm")  # of a base-to-novel run (evaluate/novel.py)
 
 
 class ClientScores(TypedDict, total=False):
@@ -61,6 +63,13 @@ class RoundRecord(TypedDict, total=False):
     novel: Number
     hm: Number
     condition: dict[str, float]
+
+
+def value_of(record: RoundRecord, name: str) -> Number:
+    """A number at the top level of a round's record; None where it was not recorded."""
+    entries: Mapping[str, object] = record
+    found = entries.get(name)
+    return found if isinstance(found, int | float) else None
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ requires, NeedsNouns), and `small_sizes` shrinks an adapter by the names of its 
 
 from __future__ import annotations
 
+import contextlib
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,11 @@ from fedvlm.local.base import Local
 from fedvlm.merge.base import Merge
 from fedvlm.method import Method
 from fedvlm.tasks import SEGMENTATION
+
+if TYPE_CHECKING:
+    from transformers import CLIPModel
+
+    from fedvlm.backbones.hf import ImageTower
 
 STYLES = ("noto", "twemoji", "openmoji")  # domains and classes of the fixture `images`
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
@@ -145,16 +151,28 @@ def numbered(items: Sequence[Item]) -> Pool:
     return Pool(source, x, Task(tuple(source.classes), None, 1, 1.0), "f", "none")
 
 
-# Towers with random weights
+# Towers with random weights, drawn in float32 so that they do not depend on the test that asks first
 
 
-def tiny_tower() -> Any:
+@contextlib.contextmanager
+def drawn(seed: int) -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def tiny_tower() -> ImageTower:
     """A CLIP image tower, 8 pixels wide, in the default dtype."""
     return _tiny_tower(torch.get_default_dtype())
 
 
 @lru_cache
-def _tiny_tower(dtype: torch.dtype) -> Any:
+def _tiny_tower(dtype: torch.dtype) -> ImageTower:
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     from fedvlm.backbones.hf import ImageTower
@@ -163,9 +181,8 @@ def _tiny_tower(dtype: torch.dtype) -> Any:
         hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4,
         projection_dim=16,
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        model = CLIPVisionModelWithProjection(config).eval().requires_grad_(False)
+    with drawn(7):
+        model = CLIPVisionModelWithProjection(config).eval().requires_grad_(False).to(dtype)
     norm = SimpleNamespace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.2))
     return ImageTower(model.vision_model, model.visual_projection, norm)
 
@@ -176,29 +193,22 @@ def tiny_reader() -> TextTower:
     from transformers import CLIPConfig, CLIPModel
 
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(8)
-        model = CLIPModel(
-            CLIPConfig(
-                text_config=size | {"max_position_embeddings": 12, "vocab_size": 49408},
-                vision_config=size,
-                projection_dim=16,
-            )
-        )
+    text = size | {"max_position_embeddings": 12, "vocab_size": 49408}
+    with drawn(8):
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=size, projection_dim=16))
     return TextTower.of(model.eval(), load("mini-clip").tokenizer).to(dtype=torch.float64)
 
 
 @lru_cache
-def tiny_clip(layers: int = 2) -> Any:
+def tiny_clip(layers: int = 2) -> CLIPModel:
     """A whole CLIP with so many layers per tower and four patches, in float64."""
     from transformers import CLIPConfig, CLIPModel
 
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": layers, "num_attention_heads": 2}
     text = size | {"max_position_embeddings": 16, "vocab_size": 49408, "bos_token_id": 49406, "eos_token_id": 49407}
+    vision = size | {"hidden_size": 12, "image_size": 8, "patch_size": 4}
     draw = torch.Generator().manual_seed(9)
-    with torch.random.fork_rng():
-        torch.manual_seed(9)
-        vision = size | {"hidden_size": 12, "image_size": 8, "patch_size": 4}
+    with drawn(9):
         model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).double()
     for weight in model.parameters():  # new norms are ones and zeros, which hide mistakes
         weight.data.add_(torch.randn(weight.shape, generator=draw, dtype=torch.float64) * 0.2)
@@ -216,7 +226,11 @@ def tiny_towers() -> Towers:
 
 def small_sizes(adapter: str | type) -> dict[str, Any]:
     """Settings that make this adapter small, by the names of its fields."""
-    kind = parts.find("adapter", adapter) if isinstance(adapter, str) else adapter
+    return dict(_small_sizes(parts.find("adapter", adapter) if isinstance(adapter, str) else adapter))
+
+
+@lru_cache
+def _small_sizes(kind: type) -> dict[str, Any]:
     hints, found = typing.get_type_hints(kind), dict[str, Any]()
     for field in fields(kind):
         if field.name in THOROUGH:
@@ -261,6 +275,7 @@ def parts_of(method: Method) -> list[str]:
     return [type(getattr(method, axis)).__module__.rsplit(".", 1)[-1] for axis in parts.AXES]
 
 
+@lru_cache
 def published() -> set[tuple[str, str, str]]:
     """The combinations that recipes use, on their own adapter and on each preset that they can be put on."""
     found = set()

@@ -45,8 +45,8 @@ def clusters(classes: int = 5, each: int = 40, dim: int = 32):
 
 def leak_of(merge: TextServer, ours, theirs, y, text) -> Leak:
     data = Data(ours, y, np.array([[0, len(y), len(y), len(y)]]), np.array([0]), seed=1, round=2)
-    sent, _ = merge.lessen(ours, y, data, 0)
-    return measure_leak(sent, merge.made_of(y, data, 0), torch.cat([ours, theirs]), y, text)
+    sent, _ = merge.embeddings_to_send(ours, y, data, 0)
+    return measure_leak(sent, merge.source_rows(y, data, 0), torch.cat([ours, theirs]), y, text)
 
 
 def test_unprotected_embeddings_leak_everything():
@@ -169,9 +169,9 @@ def test_the_attack_uses_what_a_client_would_send(runs, name):
         own = Rows(method.newcomer, len(federation.names), run.folder / "rows.bin").read(np.array([i]), round)
         up, _ = setup.merge.client_values(method.model, shared | own, one)
         y = data.y[slice(*data.bounds[i, :2])]
-        assert up["labels"][0].tolist() == [int(y[rows[0]]) for rows in setup.merge.made_of(y, data, int(i))]
+        assert up["labels"][0].tolist() == [int(y[rows[0]]) for rows in setup.merge.source_rows(y, data, int(i))]
         x = torch.cat([data.x[slice(*data.bounds[i, :2])], data.x[non_members(data, int(i))]])
-        made_of = setup.merge.made_of(y, data, int(i))
+        made_of = setup.merge.source_rows(y, data, int(i))
         leaks.append(measure_leak(up["embeddings"][0], made_of, embed(method, server, x), y, state.task["text"]))
     wanted = mean_leak(leaks)._asdict()
     (row,) = attack(run)

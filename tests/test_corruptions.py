@@ -15,11 +15,11 @@ from PIL import Image
 from fedvlm import train
 from fedvlm.backbones import load
 from fedvlm.config import resolve
-from fedvlm.core import FedvlmError
 from fedvlm.data.corruptions import KINDS, _convolve, _kernel, _sample, corrupt
-from fedvlm.data.federation import with_corruptions
+from fedvlm.data.pool import Pools, with_corruptions
 from fedvlm.data.source import EMOJI, decode, digest
 from fedvlm.data.store import corrupted
+from fedvlm.errors import FedvlmError
 
 FIXED = {
     "defocus_blur",
@@ -213,11 +213,11 @@ def test_a_run_records_the_accuracy_on_corrupted_images(engine, images, tmp_path
     """Compared with the shared model on every corrupted version of every test image, computed here."""
     given = {"data": str(images), "corrupt": 2, "rounds": 1, "unseen": "noto", "engine": engine}
     setup = resolve("fedot", given)
-    pool = train.load_pool(setup)
+    pool = Pools().load(setup)
     run = train.train(setup, pool, tmp_path / "run")
-    last, (state, _) = run.info["result"]["last"], run.load()
+    last, (state, _) = run.record.finished.last, run.load()
     method, federation = train.prepare(setup, pool)
-    model, params = load("mini-clip"), method.shared(state.shared)
+    model, params = load("mini-clip"), method.shared_model(state.message())
     for view, clients in (("newcomer", federation.unseen), ("shared", federation.seen)):
         shares = []
         for i in clients:

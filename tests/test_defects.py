@@ -1,17 +1,18 @@
-"""Mistakes found in public code for federated learning, each kept out by a test (see also the contract and reductions)."""
+"""Defects found in public code for federated learning, with a test for each (see also the contract and reductions)."""
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import random_data, random_task
-from test_contract import ABLE, build
-from test_engines import run
+from helpers import ABLE, build, random_data, random_task, train_small
 
-from fedvlm.core import Cohort, Data, State
+from fedvlm.backbones.hf import Clip
+from fedvlm.core import Cohort, Data, Message, State
+from fedvlm.data.federation import Federation
 from fedvlm.engines.stacked import Stacked
 from fedvlm.evaluate.views import selection
 from fedvlm.train import result
@@ -19,15 +20,15 @@ from fedvlm.train import result
 
 def test_the_mean_is_a_mean_and_not_the_last_reply(double):
     method, data = build("head", "sgd", "mean"), random_data(random_task())
-    _, up = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", method.initial)
+    trained = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", Message(method.initial)).shared["head"]
     state = method.round(method.init(6), Cohort(Stacked(method, data, 6), ABLE, 1))
     sizes = torch.tensor([30.0, 8.0, 20.0, 1.0, 13.0])
-    torch.testing.assert_close(state.shared["head"], torch.einsum("k,kcd->cd", sizes / sizes.sum(), up["head"]))
-    assert (state.shared["head"] - up["head"][-1]).abs().max() > 1e-3
+    torch.testing.assert_close(state.shared["head"], torch.einsum("k,kcd->cd", sizes / sizes.sum(), trained))
+    assert (state.shared["head"] - trained[-1]).abs().max() > 1e-3
 
 
-def test_only_training_rows_are_trained_on(double):
-    """Every row outside the training split is made poison: training must not notice."""
+def test_training_reads_the_training_split_only(double):
+    """Rows outside the training split become NaN; the trained model must not change."""
     method, data = build("head", "sgd", "mean"), random_data(random_task())
     clean = method.round(method.init(6), Cohort(Stacked(method, data, 6), ABLE, 1))
     x = data.x.clone()
@@ -37,7 +38,7 @@ def test_only_training_rows_are_trained_on(double):
     assert torch.equal(clean.shared["head"], poisoned.shared["head"])
 
 
-def test_every_training_row_is_seen_once_an_epoch(double):
+def test_every_training_row_is_used_once_per_epoch(double):
     data = random_data(random_task())
     order = np.argsort(-data.counts("train"), kind="stable")
     part = Stacked(build("head", "sgd", "mean"), data, 6).at(order, 1)
@@ -51,9 +52,7 @@ def test_every_training_row_is_seen_once_an_epoch(double):
         assert sorted(seen[k]) == sorted(list(range(low, high)) * 3)
 
 
-def test_one_large_client_among_many_small_costs_no_memory_for_all(double):
-    import tracemalloc
-
+def test_one_large_client_does_not_pad_all_others_to_its_size(double):
     sizes = np.array([40_000] + [1] * 800)
     ends = sizes.cumsum()
     bounds = np.stack([ends - sizes, ends, ends, ends], axis=1)
@@ -65,15 +64,15 @@ def test_one_large_client_among_many_small_costs_no_memory_for_all(double):
     assert count == 10_000 + 800 and peak < 50e6  # planned at once it would be 10,000 × 801 × 4 rows: 256 MB
 
 
-def test_the_headline_is_never_the_best_test_round(images, tmp_path):
-    run_ = run(images, tmp_path / "run", rounds=6, lr=0.3)
-    found, records = run_.info["result"], run_.rounds()
-    assert found["last"]["round"] == 6
+def test_the_result_is_the_last_round_or_the_best_on_validation_and_never_the_best_on_test(images, tmp_path):
+    run = train_small(images, tmp_path / "run", rounds=6, lr=0.3)
+    found, records = run.record.finished, run.rounds()
+    assert found.last["round"] == 6
     best = max(records, key=selection)
-    assert found["selected"]["round"] == best["round"]
+    assert found.selected["round"] == best["round"]
 
 
-def test_selection_looks_at_validation_of_training_clients_only():
+def test_selection_uses_validation_of_training_clients_only():
     record = {
         "shared": {"val": 0.2, "test": 0.9},
         "personal": {"val": 0.4, "test": 0.9},
@@ -84,20 +83,19 @@ def test_selection_looks_at_validation_of_training_clients_only():
     assert selection(better_on_test) < selection(record)
 
 
-def test_the_selected_round_follows_validation_even_against_test(double):
+def test_the_selected_round_is_the_best_on_validation_even_if_the_worst_on_test(double):
     method = build("head", "sgd", "mean")
 
     def record(round, val, test):
         return {"round": round, "personal": {"val": val, "test": test}, "bytes_up": 0, "bytes_down": 0, "seconds": 0.0}
 
-    class Nobody:
-        unseen, names = (), ()
+    data = random_data(random_task())
+    federation = Federation(tuple("abcdef"), ("a",) * 6, data, random_task())
+    found = result(method, federation, [record(0, 0.1, 0.9), record(1, 0.8, 0.2), record(2, 0.5, 0.5)])
+    assert found.selected["round"] == 1 and found.last["round"] == 2
 
-    found = result(method, Nobody, [record(0, 0.1, 0.9), record(1, 0.8, 0.2), record(2, 0.5, 0.5)])
-    assert found["selected"]["round"] == 1 and found["last"]["round"] == 2
 
-
-def test_the_server_holds_no_private_row(double):
+def test_the_server_stores_no_private_row(double):
     method, data = build("rotation", "sgd", "mean"), random_data(random_task())
     engine = Stacked(method, data, 6)
     state = method.init(6)
@@ -108,17 +106,13 @@ def test_the_server_holds_no_private_row(double):
     assert engine.rows.read(ABLE, 2)["skew"].abs().max() > 0
 
 
-def test_frozen_work_is_done_once(images, tmp_path, monkeypatch):
-    """A second run, in a process that has forgotten the first, encodes no image and no text."""
-    from fedvlm import train
-    from fedvlm.backbones.hf import Clip
-
-    run(images, tmp_path / "first")
+def test_frozen_features_are_computed_once(images, tmp_path, monkeypatch):
+    """A second run that shares nothing in memory with the first encodes no image and no text."""
+    train_small(images, tmp_path / "first")
 
     def never(*args):
         raise AssertionError("encoded again")
 
     monkeypatch.setattr(Clip, "images", never)
     monkeypatch.setattr(Clip, "texts", never)
-    train._kept().clear()
-    run(images, tmp_path / "second", seed=7)
+    train_small(images, tmp_path / "second", seed=7)  # with new Pools

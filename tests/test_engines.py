@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import message, random_data, random_task, scores, small_setup, train_small
+from helpers import message, random_data, random_task, same, scores, small_setup, train_small
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
@@ -27,7 +27,7 @@ from safetensors.torch import save
 from fedvlm import recipe, steps, train
 from fedvlm.adapters.head import Head
 from fedvlm.config import resolve
-from fedvlm.core import Cohort, Message, Params, Reply
+from fedvlm.core import Cohort, Message, Reply
 from fedvlm.data.pool import Pools
 from fedvlm.engines import wire
 from fedvlm.engines.base import Job
@@ -99,10 +99,6 @@ def test_every_recipe_answers_through_bytes_as_in_process(name, on, images, tmp_
                 same(expected.shared, reply.shared)
                 answered += 1
             assert answered == 2
-
-
-def same(a: Params, b: Params) -> None:
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_a_client_keeps_its_rows_and_only_its_own(loopback):
@@ -243,10 +239,9 @@ def test_a_lying_client_is_left_out(processes, lie, why):
     assert list(processes.ask(0, 2, quorum=0.5).ids) == [2] and why in " ".join(processes.log)
 
 
-@pytest.mark.parametrize("answer", [b"", b"no message", pickle.dumps({"head": 1})])
-def test_an_answer_that_is_no_message_is_left_out(processes, answer):
+def test_an_answer_that_is_no_message_is_left_out(processes):
     processes.ask(2)
-    processes.engine.workers[0] = Liar(0, processes.engine.inbox, lambda ticket: answer)
+    processes.engine.workers[0] = Liar(0, processes.engine.inbox, lambda ticket: pickle.dumps({"head": 1}))
     processes.engine.timeout = 4.0
     assert list(processes.ask(0, 2, round=2, quorum=0.5).ids) == [2] and "noto is left out" in " ".join(processes.log)
 

@@ -1,4 +1,5 @@
-"""GA, FAA, AFL, q-FFL and the robust merges against closed forms, brute force and liars; BGP and its alignment."""
+"""GA, FAA, AFL, q-FFL and the robust merges against closed forms, brute force and Byzantine clients; BGP, PerFedAvg,
+FedRep and SCAFFOLD by hand."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, example, random_data, random_task
+from helpers import ABLE, build, close, example, play, random_data, random_task, small_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_contract import ABLE, build, close, play
 
 from fedvlm import parts
 from fedvlm.config import resolve
-from fedvlm.core import Cohort, FedvlmError, State
+from fedvlm.core import Cohort, Message, Reply, State, copy_per_client
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError
 from fedvlm.local.bgp import Bgp, coral
 from fedvlm.local.sgd import Sgd
-from fedvlm.merge.afl import simplex
-from fedvlm.merge.faa import fair, slopes
+from fedvlm.merge.afl import project_to_simplex
+from fedvlm.merge.faa import equal_gaps, slopes
 from fedvlm.merge.ga import Ga
 from fedvlm.method import Method
 
@@ -36,11 +37,11 @@ def problem(clients: int, seed: int):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 10**6))
-def test_faa_is_equation_10_where_feasible_and_the_fairest_point_elsewhere(clients, seed):
+def test_faa_is_equation_10_where_feasible_and_the_smallest_largest_gap_elsewhere(clients, seed):
     weight, slope, gap = problem(clients, seed)
     level = (slope * gap).sum() / slope.sum()
     plain = weight + slope * (gap - level)
-    found = fair(weight, slope, gap)
+    found = equal_gaps(weight, slope, gap)
     assert found.min() >= 0 and float(found.sum()) == pytest.approx(1, abs=1e-12)
     if plain.min() >= 0:
         assert (found - plain).abs().max() < 1e-9
@@ -49,8 +50,8 @@ def test_faa_is_equation_10_where_feasible_and_the_fairest_point_elsewhere(clien
 
 
 def smallest_worst(weight, slope, gap):
-    """min over the simplex of the largest linear-model gap, by bisection on the level: a level g is reachable when the
-    weight it takes to bring every gap down to g, Σ max(0, a + K(G − g)), is at most 1."""
+    """The minimum over the simplex of the largest gap in the linear model, by bisection: a level g is reachable where the
+    weight that brings every gap down to g, Σ max(0, a + K(G − g)), is at most 1."""
     low, high = float((gap - 100).min()), float(gap.max() + 100)
     for _ in range(200):
         middle = (low + high) / 2
@@ -61,47 +62,46 @@ def smallest_worst(weight, slope, gap):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 4), st.integers(0, 10**5))
-def test_no_point_of_the_simplex_is_fairer(clients, seed):
+def test_no_point_of_the_simplex_has_a_smaller_largest_gap(clients, seed):
     weight, slope, gap = problem(clients, seed)
-    found = fair(weight, slope, gap)
-    mine = (gap - (found - weight) / slope).max()
+    found = equal_gaps(weight, slope, gap)
+    largest = (gap - (found - weight) / slope).max()
     others = torch.distributions.Dirichlet(torch.ones(clients, dtype=torch.float64)).sample((4000,))
-    assert mine <= (gap - (others - weight) / slope).amax(-1).min() + 1e-12
+    assert largest <= (gap - (others - weight) / slope).amax(-1).min() + 1e-12
 
 
-def test_the_sheets_example_leaves_the_simplex_and_is_brought_back():
+def test_weights_outside_the_simplex_are_brought_back():
     weight, slope, gap = (torch.tensor(v) for v in ([0.2, 0.3, 0.5], [0.8, 1.5, 0.6], [0.9, 0.05, 0.3]))
     level = (slope * gap).sum() / slope.sum()
     assert torch.allclose(weight + slope * (gap - level), torch.tensor([0.651, -0.129, 0.478]), atol=1e-3)
-    found = fair(weight, slope, gap)
+    found = equal_gaps(weight, slope, gap)
     assert found[1] == 0 and found.sum() == pytest.approx(1)
 
 
-def test_degenerate_slopes_are_replaced_or_refused():
+def test_unusable_slopes_are_replaced_by_the_median():
     weight, moved = torch.tensor([0.25] * 4), torch.tensor([0.30, 0.20, 0.26, 0.24])
     gap = torch.tensor([1.0, 0.5, 0.7, 0.6])
-    then = torch.tensor([0.9, 0.5, 0.8, 0.65])  # fine · did not move · wrong sign · fine
-    found = slopes(weight, moved, gap, then)
+    moved_gap = torch.tensor([0.9, 0.5, 0.8, 0.65])  # usable, did not move, wrong sign, usable
+    found = slopes(weight, moved, gap, moved_gap)
     assert torch.allclose(found, torch.tensor([0.5, 0.2, 0.2, 0.2])) and (found > 0).all()
     assert slopes(weight, weight, gap, gap) is None
     assert slopes(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1)) is None
 
 
-def test_ga_moves_towards_the_hurt_and_stands_still_without_gaps():
+def test_ga_raises_weights_of_large_gaps_and_keeps_weights_without_gaps():
     weight = torch.tensor([0.25] * 4)
-    assert torch.equal(Ga().adjust(weight, torch.zeros(4), 1, 10), weight)
-    moved = Ga().adjust(weight, torch.tensor([1.0, 0.0, -0.5, 0.0]), 1, 10)
+    assert torch.equal(Ga().adjusted(weight, torch.zeros(4), 1, 10), weight)
+    moved = Ga().adjusted(weight, torch.tensor([1.0, 0.0, -0.5, 0.0]), 1, 10)
     raw = torch.tensor([0.25 + 0.05, 0.25, 0.25 - 0.025, 0.25])
     torch.testing.assert_close(moved, raw / raw.sum())
-    later = Ga().adjust(weight, torch.tensor([1.0, 0.0, -0.5, 0.0]), 10, 10)
+    later = Ga().adjusted(weight, torch.tensor([1.0, 0.0, -0.5, 0.0]), 10, 10)
     assert later[0] < moved[0]
 
 
 @pytest.mark.parametrize("merge", ["ga", "faa", "afl", "qffl"])
-def test_weights_stay_on_the_simplex_whoever_answers(merge):
+def test_weights_stay_on_the_simplex_when_clients_are_lost(merge):
     method, data = build("head", "sgd", merge), random_data(random_task())
-    engine, state = Stacked(method, data, 6), None
-    state = method.init(6)
+    engine, state = Stacked(method, data, 6), method.init(6)
     for round, lost in enumerate([(), (1, 2), (), (0, 1, 2, 3), (4,)], start=1):
         cohort = Cohort(engine, ABLE, round, rounds=5, lost=frozenset(lost))
         state = method.round(state, cohort)
@@ -111,34 +111,34 @@ def test_weights_stay_on_the_simplex_whoever_answers(merge):
         assert state.shared["head"].isfinite().all()
 
 
-def test_the_gap_of_a_round_arrives_with_the_next():
-    """before(t + 1) − after(t), against the gap gauged directly after round t."""
+def test_the_gap_of_a_round_is_known_one_round_later():
+    """before(t + 1) − after(t), against the gap measured directly after round t."""
     method, data = build("head", "sgd", "ga"), random_data(random_task())
     engine = Stacked(method, data, 6)
     first = method.round(method.init(6), Cohort(engine, ABLE, 1, rounds=3))
-    _, told = Cohort(engine, ABLE, 1).ask("gauge", first.shared)
-    direct = told["val"] - first.server["after"][:5]
+    measured = Cohort(engine, ABLE, 1).ask("validate", first.message()).values["val"]
+    direct = measured - first.server["after"][:5]
     cohort = Cohort(engine, ABLE, 2, rounds=3)
     method.round(first, cohort)
     torch.testing.assert_close(torch.tensor(list(cohort.notes["gaps"].values())), direct)
 
 
-def test_faa_asks_twice_more_and_every_k_only_then():
+def test_faa_has_two_more_exchanges_in_each_kth_round_only():
     method, data = build("head", "sgd", "faa"), random_data(random_task())
     rare = Method.build(method.adapter, method.local, replace(method.merge, every=3), method.task, 5)
-    for kind, counts in ((method, [3, 3, 3]), (rare, [1, 1, 3])):
-        state, engine = kind.init(6), Stacked(kind, data, 6)
+    for chosen, counts in ((method, [3, 3, 3]), (rare, [1, 1, 3])):
+        state, engine = chosen.init(6), Stacked(chosen, data, 6)
         for round, count in enumerate(counts, start=1):
             cohort = Cohort(engine, ABLE, round, rounds=3)
-            state = kind.round(state, cohort)
+            state = chosen.round(state, cohort)
             assert cohort.exchange == count
             assert cohort.bytes_down == count * 5 * 8 * state.shared["head"].numel()
 
 
-def test_the_nearest_point_of_the_simplex():
+def test_the_projection_is_the_nearest_point_of_the_simplex():
     for seed in range(20):
         point = torch.randn(6, generator=torch.Generator().manual_seed(seed))
-        found = simplex(point)
+        found = project_to_simplex(point)
         assert found.min() >= 0 and float(found.sum()) == pytest.approx(1)
         others = torch.distributions.Dirichlet(torch.full((6,), 0.5)).sample((3000,))
         assert (found - point).norm() <= (others - point).norm(dim=1).min() + 1e-12
@@ -150,33 +150,33 @@ def test_q_zero_is_the_uniform_mean():
     qffl = Method.build(qffl.adapter, qffl.local, replace(qffl.merge, q=0.0), qffl.task, 5)
     mean = build("head", "sgd", "mean")
     mean = Method.build(mean.adapter, mean.local, replace(mean.merge, weights="uniform"), mean.task, 5)
-    close(play(qffl, data, 6)[0].shared, play(mean, data, 6)[0].shared)
+    close(play(qffl, data, 6).state.shared, play(mean, data, 6).state.shared)
 
 
-class Liars:
-    """An engine in which some clients send rubbish."""
+class WithByzantine:
+    """An engine in which some clients send huge parameters."""
 
-    def __init__(self, engine, liars):
-        self.engine, self.liars = engine, liars
+    def __init__(self, engine, byzantine):
+        self.engine, self.byzantine = engine, byzantine
 
     def run(self, *args):
-        for ids, up in self.engine.run(*args):
-            bad = torch.from_numpy(np.isin(ids, self.liars))
-            up["head"][bad] = 1e6
-            yield ids, up
+        for reply in self.engine.run(*args):
+            reply.shared["head"][torch.from_numpy(np.isin(reply.ids, self.byzantine))] = 1e6
+            yield reply
 
 
 @pytest.mark.parametrize("merge", ["median", "trimmed", "krum"])
-def test_one_liar_does_not_move_a_robust_merge(merge):
+def test_one_byzantine_client_does_not_move_a_robust_merge(merge):
     data = random_data(random_task(), sizes=((20, 3, 3),) * 7)
     ids = np.arange(7)
     for name, moved in ((merge, False), ("mean", True)):
         method = build("head", "sgd", name)
         honest = method.round(method.init(7), Cohort(Stacked(method, data, 7), ids, 1)).shared["head"]
-        lied = method.round(method.init(7), Cohort(Liars(Stacked(method, data, 7), [3]), ids, 1)).shared["head"]
-        assert (lied.abs().max() > 1e4) == moved
+        engine = WithByzantine(Stacked(method, data, 7), [3])
+        found = method.round(method.init(7), Cohort(engine, ids, 1)).shared["head"]
+        assert (found.abs().max() > 1e4) == moved
         if not moved:
-            assert (lied - honest).norm() < 2 * (honest - method.initial["head"]).norm()
+            assert (found - honest).norm() < 2 * (honest - method.initial["head"]).norm()
 
 
 def test_coral_by_hand():
@@ -191,14 +191,14 @@ def test_coral_by_hand():
     assert coral(x, x, weight / weight.sum(-1, keepdim=True)).abs().max() == 0
 
 
-def test_bgp_without_alignment_is_sgd_and_with_it_stays_nearer():
+def test_bgp_without_alignment_is_sgd_and_with_it_is_not():
     data, task = random_data(random_task()), random_task()
     rules = {"lr": 0.05, "batch": 4, "epochs": 2}
     adapter = build("attention", "sgd", "mean").adapter
     merge = build("attention", "sgd", "mean").merge
 
     def trained(local):
-        return play(Method.build(adapter, local, merge, task, 5), data, 6, rounds=1)[0].shared
+        return play(Method.build(adapter, local, merge, task, 5), data, 6, rounds=1).state.shared
 
     plain = trained(Sgd(**rules))
     close(trained(Bgp(**rules, align=0.0)), plain)
@@ -215,79 +215,80 @@ def test_bgp_aligns_every_second_step():
     data = random_data(task, sizes=((8, 1, 1),))
     model = build("attention", "sgd", "mean").model
     rule = Bgp(batch=4, align=50.0)
-    anchor = {k: v[None] for k, v in model.adapter.init(task, 5).items()}
-    now = {k: v + 0.1 for k, v in anchor.items()}
+    message = Message(model.adapter.init(task, 5))
+    now = {k: v[None] + 0.1 for k, v in message.shared.items()}
     first, second = data.batches(4)
     assert (first.step, second.step) == (0, 1)
-    plain = model.slopes("cross-entropy")
-    a, b = rule.slopes(model, anchor, {})(now, first), plain(now, first)
+    plain = model.gradients("cross-entropy")
+    a, b = rule.gradients(model, message, {})(now, first), plain(now, first)
     assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-    a, b = rule.slopes(model, anchor, {})(now, second), plain(now, second)
+    a, b = rule.gradients(model, message, {})(now, second), plain(now, second)
     assert any((x - y).abs().max() > 1e-8 for x, y in zip(a[1], b[1], strict=True))
 
 
 def test_perfedavg_by_hand():
-    """One batch of four: step ahead on the even examples, then the slope there on the odd ones."""
+    """One batch of four: an inner step on the even examples, then the gradient there on the odd ones."""
     task = random_task()
     data = random_data(task, sizes=((4, 1, 1),))
     method = build("head", "perfedavg", "mean", batch=4, epochs=1, momentum=0.0, weight_decay=0.0, lr=0.1)
     (batch,) = replace(data, round=1).batches(4)
     w, s = task.names(), task.scale
 
-    def slope(w, x, y):
+    def gradient(w, x, y):
         w = w.clone().requires_grad_()
         return torch.autograd.grad(torch.nn.functional.cross_entropy(s * x @ w.T, y), w)[0]
 
-    ahead = w - 0.01 * slope(w, batch.x[0, 0::2], batch.y[0, 0::2])
-    expected = w - 0.1 * slope(ahead, batch.x[0, 1::2], batch.y[0, 1::2])
+    inner = w - 0.01 * gradient(w, batch.x[0, 0::2], batch.y[0, 0::2])
+    expected = w - 0.1 * gradient(inner, batch.x[0, 1::2], batch.y[0, 1::2])
     got = method.round(method.init(1), Cohort(Stacked(method, data, 1), np.array([0]), 1)).shared["head"]
     torch.testing.assert_close(got, expected)
 
 
-def test_fedrep_without_private_epochs_leaves_the_private_part():
+def test_fedrep_without_private_epochs_does_not_train_private_parameters():
     data = random_data(random_task())
     still = build("rotation", "fedrep", "mean", private_epochs=0)
-    assert play(still, data, 6)[1]["skew"].abs().max() == 0
-    assert play(build("rotation", "fedrep", "mean"), data, 6)[1]["skew"].abs().max() > 0
+    assert play(still, data, 6).rows["skew"].abs().max() == 0
+    assert play(build("rotation", "fedrep", "mean"), data, 6).rows["skew"].abs().max() > 0
 
 
-def test_a_kept_model_is_the_one_that_was_sent_up():
+def test_the_stored_copy_is_the_model_that_was_sent_up():
     data = random_data(random_task())
     method = build("head", "sgd", "mean", keep=True)
     engine = Stacked(method, data, 6)
-    ids, up = Cohort(engine, ABLE, 1).ask("train", method.initial)
-    rows = engine.rows.read(ids, 1)
-    assert torch.equal(rows["personal.head"], up["head"]) and rows["personal.started"].eq(1).all()
+    reply = Cohort(engine, ABLE, 1).ask("train", Message(method.initial))
+    rows = engine.rows.read(reply.ids, 1)
+    assert torch.equal(rows["personal.head"], reply.shared["head"]) and rows["personal.started"].eq(1).all()
 
 
-def test_scaffold_begins_as_fedavg_and_its_control_is_the_mean_drift():
+def test_scaffolds_first_round_is_fedavg_and_its_control_variate_is_the_mean_drift():
     data = random_data(random_task(), sizes=((12, 2, 2),) * 4)
     ids = np.arange(4)
     plain = {"momentum": 0.0, "weight_decay": 0.0}
     scaffold, fedavg = build("head", "scaffold", "scaffold", **plain), build("head", "sgd", "mean", **plain)
-    close(play(scaffold, data, 4, rounds=1, ids=ids)[0].shared, play(fedavg, data, 4, rounds=1, ids=ids)[0].shared)
+    first, expected = (play(m, data, 4, rounds=1, ids=ids).state.shared for m in (scaffold, fedavg))
+    close(first, expected)
     state, rows, *_ = play(scaffold, data, 4, rounds=3, ids=ids)
     torch.testing.assert_close(state.server["control.head"], rows["personal.drift.head"].mean(0))
-    other = play(fedavg, data, 4, rounds=3, ids=ids)[0].shared["head"]
+    other = play(fedavg, data, 4, rounds=3, ids=ids).state.shared["head"]
     assert (state.shared["head"] - other).abs().max() > 1e-6
 
 
-def test_one_scaffold_client_is_corrected_by_nothing():
-    """c = c_i with one client: the correction vanishes in every round."""
+def test_scaffold_with_one_client_is_fedavg():
+    """c = c_i with one client: the correction is 0 in every round."""
     data = random_data(random_task(), sizes=((12, 2, 2),))
     plain = {"momentum": 0.0, "weight_decay": 0.0}
     a, b = build("head", "scaffold", "scaffold", **plain), build("head", "sgd", "mean", **plain)
-    close(play(a, data, 1, ids=np.array([0]))[0].shared, play(b, data, 1, ids=np.array([0]))[0].shared)
+    close(play(a, data, 1, ids=np.array([0])).state.shared, play(b, data, 1, ids=np.array([0])).state.shared)
 
 
 @pytest.mark.parametrize(("local", "merge"), [("scaffold", "mean"), ("sgd", "scaffold")])
-def test_half_of_scaffold_is_refused_with_the_way_out(local, merge):
+def test_one_half_of_scaffold_is_refused(local, merge):
     with pytest.raises(FedvlmError, match="works only together with"):
         build("head", local, merge)
 
 
-def test_perfedavg_takes_as_many_steps_at_test_as_asked():
-    """Full-batch steps of the inner size from the shared model, by hand."""
+def test_perfedavg_takes_the_given_number_of_steps_at_test_time():
+    """Full-batch steps with the inner learning rate from the shared model, by hand."""
     task = random_task()
     data = random_data(task, sizes=((6, 1, 1), (3, 1, 1)))
     for steps in (1, 3):
@@ -303,38 +304,38 @@ def test_perfedavg_takes_as_many_steps_at_test_as_asked():
             torch.testing.assert_close(found[k], w)
 
 
-def test_bgp_follows_the_objective():
+def test_bgp_uses_the_objective():
     data, task = random_data(random_task()), random_task()
     model = build("attention", "sgd", "mean").model
-    anchor = {k: v[None] for k, v in model.adapter.init(task, 5).items()}
+    message = Message(model.adapter.init(task, 5))
     order = np.argsort(-data.counts("train"), kind="stable")
     batch = next(iter(Stacked(build("attention", "sgd", "mean"), data, 6).at(order[:2], 1).batches(4)))
-    now = {k: v.repeat(2, *[1] * (v.dim() - 1)) for k, v in anchor.items()}
+    now = copy_per_client(message.shared, 2)
     rule = Bgp(objective="contrastive")
     torch.testing.assert_close(
-        rule.slopes(model, anchor, {})(now, batch)[0], model.slopes("contrastive")(now, batch)[0]
+        rule.gradients(model, message, {})(now, batch)[0], model.gradients("contrastive")(now, batch)[0]
     )
 
 
 @pytest.mark.parametrize(
     "given", [{"local": "ditto", "keep": "false"}, {"merge": "ga", "gaps": "false"}, {"merge": "qffl", "gaps": "no"}]
 )
-def test_what_a_part_is_made_of_cannot_be_switched_off(given):
+def test_a_setting_that_a_part_depends_on_cannot_be_switched_off(given):
     with pytest.raises(FedvlmError, match=r"leave (keep|gaps) out"):
         resolve("fedavg", given)
 
 
 @pytest.mark.parametrize("merge", parts.names("merge"))
-def test_what_a_merge_takes_it_heeds(merge, double):
-    """cosine= and gaps= are recorded by every merge; weights= is refused where sizes have no say."""
+def test_every_merge_uses_the_settings_it_accepts(merge):
+    """cosine= and gaps= are recorded by every merge; weights= is refused where sizes are not used."""
     adapter, local = (
         {"transport": "outsiders", "text_server": "lora"}.get(merge, "head"),
         "scaffold" if merge == "scaffold" else "sgd",
     )
     task, data = example(adapter)
     kind = parts.find("merge", merge)(cosine=True, gaps=True)
-    shape = TINY.get(adapter, {}) | ({"towers": "image"} if merge == "text_server" else {})
-    method = Method.build(parts.find("adapter", adapter)(**shape), parts.find("local", local)(batch=4), kind, task, 5)
+    chosen = small_adapter(adapter, **({"towers": "image"} if merge == "text_server" else {}))
+    method = Method.build(chosen, parts.find("local", local)(batch=4), kind, task, 5)
     state, engine = method.init(6), Stacked(method, data, 6)
     for round in (1, 2):
         cohort = Cohort(engine, np.arange(5), round, rounds=2)
@@ -349,8 +350,8 @@ def test_what_a_merge_takes_it_heeds(merge, double):
 
 
 @pytest.mark.parametrize(("every", "more"), [(1, 1.0), (20, 0.05)])
-def test_what_fairness_costs_on_the_wire(every, more):
-    """FAA's two further broadcasts double the bytes of a round; each twentieth round (Table 15) that is +5 %."""
+def test_communication_of_faa_against_ga(every, more):
+    """FAA's two further broadcasts double the bytes of a round; in each twentieth round (Table 15) that is +5 %."""
     task = random_task()
     data, spent = random_data(task), []
     for merge in (parts.find("merge", "faa")(every=every), parts.find("merge", "ga")()):
@@ -367,14 +368,17 @@ def test_what_fairness_costs_on_the_wire(every, more):
 
 
 def test_the_median_of_a_large_layer():
-    """torch.quantile stops at 16 million numbers; a network has more."""
+    """torch.quantile refuses more than 16 million numbers; a network can have more."""
     shared = {"w": torch.zeros(4_200_000)}
 
-    class Wire:
-        def run(self, step, ids, down, round, exchange):
-            up = torch.arange(4.0)[:, None] * torch.ones(4_200_000)
-            yield ids, {"w": up, "n": torch.ones(4), "loss": torch.ones(4)}
+    class FourClients:
+        def run(self, step, ids, message, round, exchange):
+            trained = torch.arange(4.0)[:, None] * torch.ones(4_200_000)
+            yield Reply(ids, {"n": torch.ones(4), "loss": torch.ones(4)}, {"w": trained})
 
-    merge = parts.find("merge", "median")()
-    state = merge.round(State(shared, {}, merge.init(4)), Cohort(Wire(), np.arange(4), 1))
+    method = build("head", "sgd", "median")
+    start = method.merge.init(method.model, 4, seed=5)
+    state = method.merge.round(
+        method.model, State(shared, {}, start.server), Cohort(FourClients(), np.arange(4), 1)
+    )
     assert (state.shared["w"] == 1.5).all()

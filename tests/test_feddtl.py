@@ -10,30 +10,43 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import example
+from helpers import ABLE, RULES, close, example, play, same, scores, train_feddtl
 from hypothesis import example as always
 from hypothesis import given
 from hypothesis import strategies as st
-from test_contract import ABLE, RULES, close, play, same
-from test_engines import told
 from torch.nn import functional as F
 
-from fedvlm import commands, parts, train
+from fedvlm import parts, processes
 from fedvlm.adapters.lora import Lora
 from fedvlm.cli import main
-from fedvlm.config import resolve
-from fedvlm.core import REFERENCE, TASK, Batch, Cohort, Data, FedvlmError, State, lift, nbytes, spread
+from fedvlm.core import (
+    Batch,
+    Cohort,
+    Data,
+    Extra,
+    Message,
+    Params,
+    Reply,
+    State,
+    copy_per_client,
+    nbytes,
+    with_client_axis,
+)
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
 from fedvlm.local.descent import by_autograd
 from fedvlm.local.model import Model
-from fedvlm.local.two_stage import Sample, TwoStage, draws
+from fedvlm.local.two_stage import REINFORCED, Sample, TwoStage, random_numbers
 from fedvlm.merge.stages import FINAL, Stages
 from fedvlm.merge.text_server import TOWER, TextServer
 from fedvlm.method import Method
-from fedvlm.folder import Run
 
 ALGORITHMS = ("grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo")
 IMAGE = Lora(rank=2, towers="image", projections=("q", "k", "v", "out"))
+
+
+SHARP = 40.0  # logit scale: policies far from uniform, so that some ratios are clipped
 
 
 def feddtl(local=None, merge=None, task=None, adapter=IMAGE) -> Method:
@@ -95,12 +108,12 @@ def by_hand(rule: TwoStage, policy, sample: Sample, y, weight):
     return loss * (len(real) if rule.algorithm == "dr-grpo" else 1), clipped / len(every), advantage
 
 
-def case(seed: int, clients: int = 2, draws: int = 3, examples: int = 4, classes: int = 3, padding: int = 1):
+def case(seed: int, clients: int = 2, random_numbers: int = 3, examples: int = 4, classes: int = 3, padding: int = 1):
     """Random policies and actions; the last client's last examples are padding."""
     draw = torch.Generator().manual_seed(seed)
     logits = [1.5 * torch.randn(clients, examples, classes, generator=draw) for _ in range(2)]
-    actions = torch.randint(classes, (clients, draws, examples), generator=draw)
-    old = -2 * torch.rand(clients, draws, examples, generator=draw)
+    actions = torch.randint(classes, (clients, random_numbers, examples), generator=draw)
+    old = -2 * torch.rand(clients, random_numbers, examples, generator=draw)
     y = torch.randint(classes, (clients, examples), generator=draw)
     weight = torch.full((clients, examples), 1 / examples)
     weight[-1, examples - padding :] = 0
@@ -119,7 +132,7 @@ def test_the_loss_is_what_the_paper_prints(double, algorithm, kl):
         reward = (actions == batch.y[:, None]).double()
         sample = Sample(actions, old, rule.advantage(reward, batch.weight), reference)
         leaf = logits.clone().requires_grad_()
-        loss, clipped = rule.objective_of(leaf.log_softmax(-1), sample, batch)
+        loss, clipped = rule.policy_loss(leaf.log_softmax(-1), sample, batch)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
         for c in range(2):
             mine = Sample(*(v[c] for v in sample))
@@ -152,7 +165,7 @@ def test_padding_weighs_nothing(double, algorithm):
         reward = (actions == batch.y[:, None]).double()
         sample = Sample(actions, old, rule.advantage(reward, batch.weight), reference)
         leaf = logits.clone().requires_grad_()
-        loss, clipped = rule.objective_of(leaf.log_softmax(-1), sample, batch)
+        loss, clipped = rule.policy_loss(leaf.log_softmax(-1), sample, batch)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
         assert not slope[-1, 2:].any() and slope[-1, :2].any()
         found.append((loss.detach(), clipped, slope[:, :2]))
@@ -171,7 +184,7 @@ def test_algorithms_that_must_agree(double):
         one = Batch(batch.x, batch.y[:, at], batch.weight[:, at] / batch.weight[:, at].sum(-1, keepdim=True))
         mine = reward[..., at], actions[..., at], old[..., at], reference[:, at], logits[:, at].log_softmax(-1)
         sample = Sample(mine[1], mine[2], rule.advantage(mine[0], one.weight), mine[3])
-        return rule.objective_of(mine[4], sample, one)[0]
+        return rule.policy_loss(mine[4], sample, one)[0]
 
     torch.testing.assert_close(loss(algorithm="dapo", clip_high=0.2), loss(algorithm="grpo"))
     assert not torch.allclose(loss(algorithm="dapo", clip_high=0.9), loss(algorithm="grpo"))
@@ -191,9 +204,9 @@ def test_algorithms_that_must_agree(double):
 def at_work(rule: TwoStage, client: int = 0, classes: int = 5, **change):
     """A model away from its start, a reference apart from it, and a batch."""
     task, data = example("lora")
-    task = task.some(slice(classes))
+    task = task.subset(slice(classes))._replace(scale=SHARP)
     data = replace(some(data, client), y=data.y % classes, **change)
-    model, params = Model(IMAGE, task), moved(spread(IMAGE.init(task, 1), 1), 0.1)
+    model, params = Model(IMAGE, task), moved(copy_per_client(IMAGE.init(task, 1), 1), 0.1)
     return model, params, moved(params, 0.05, 4), data, next(data.batches(4))
 
 
@@ -208,14 +221,14 @@ def test_actions_are_drawn_from_the_noisy_old_policy(double, relative):
     model, params, reference, data, batch = at_work(rule)
     found = rule.sample(model, params, reference, batch, data)
     clean = IMAGE.embed(model.task, params, batch.x)
-    noise, dice = draws(batch, data, 4, 16, clean)
+    noise, dice = random_numbers(batch, data, 4, 16, clean)
     assert noise.shape == (1, 4, 4, 16) and dice.shape == (1, 4, 4)
     for j, i in itertools.product(range(4), range(4)):
         z = clean[0, i]
         noisy = z + 0.3 * noise[0, j, i] * (math.sqrt(sum(v * v for v in z.tolist()) / 16) if relative else 1)
         cosines = [float(noisy @ t / noisy.norm()) for t in model.task.names()]
-        total = sum(math.exp(8 * c) for c in cosines)
-        chances = [math.exp(8 * c) / total for c in cosines]
+        total = sum(math.exp(SHARP * c) for c in cosines)
+        chances = [math.exp(SHARP * c) / total for c in cosines]
         action = next(k for k in range(5) if sum(chances[: k + 1]) > float(dice[0, j, i]))
         assert int(found.actions[0, j, i]) == action
         assert float(found.old[0, j, i]) == pytest.approx(math.log(chances[action]), rel=1e-10)
@@ -229,17 +242,17 @@ def test_noise_and_dice_are_a_clients_own(double):
     _, data = example("lora")
     order = np.array([0, 2, 4])  # largest first
     batch = next(some(data, *order).batches(4))
-    together = draws(batch, some(data, *order), 3, 16, torch.zeros(()))
+    together = random_numbers(batch, some(data, *order), 3, 16, torch.zeros(()))
     for at, i in enumerate(order):
         alone = next(some(data, i).batches(4))
-        for one, other in zip(together, draws(alone, some(data, i), 3, 16, torch.zeros(())), strict=True):
+        for one, other in zip(together, random_numbers(alone, some(data, i), 3, 16, torch.zeros(())), strict=True):
             assert torch.equal(one[at : at + 1], other)
     for changed, step in ((replace(data, round=1), 0), (replace(data, seed=9), 0), (data, 1)):
-        for one, other in zip(together, draws(batch._replace(step=step), some(changed, *order), 3, 16, torch.zeros(())),
-                              strict=True):  # fmt: skip
+        drawn = random_numbers(batch._replace(step=step), some(changed, *order), 3, 16, torch.zeros(()))
+        for one, other in zip(together, drawn, strict=True):
             assert not (one == other).any()
     assert not (together[0][0] == together[0][1]).any()
-    wide = draws(batch, some(data, *order), 50, 16, torch.zeros(()))
+    wide = random_numbers(batch, some(data, *order), 50, 16, torch.zeros(()))
     assert abs(float(wide[0].std()) - 1) < 0.02 and abs(float(wide[0].mean())) < 0.02
     assert abs(float(wide[1].mean()) - 0.5) < 0.05 and float(wide[1].min()) >= 0 and float(wide[1].max()) < 1
 
@@ -247,7 +260,7 @@ def test_noise_and_dice_are_a_clients_own(double):
 def test_noise_grows_with_the_embedding_only_where_it_is_relative(double):
     """Embeddings ten times as long: absolute noise turns them less, relative noise as much as before."""
     task, data = example("lora")
-    params, data = spread(IMAGE.init(task, 1), 1), some(data, 0)
+    params, data = copy_per_client(IMAGE.init(task, 1), 1), some(data, 0)
     batch = next(data.batches(4))
 
     class Longer(Lora):
@@ -321,8 +334,8 @@ def test_where_policy_and_reference_agree_there_is_no_kl(double):
 
 
 def test_the_old_policy_is_frozen_while_a_batch_lasts(double):
-    """The second update's ratio is no longer 1, on the actions of the first; a new batch draws anew."""
-    rule = TwoStage(wander=0.0, tie=0.0, actions=4)
+    """The second update's ratio is no longer 1, on the actions of the first; a new batch random_numbers anew."""
+    rule = TwoStage(wander=0.0, tie=0.0, actions=16)
     model, params, reference, data, batch = at_work(rule)
     count, taken = counts(), rule.sample(model, params, reference, batch, data)
     slopes = rule.reinforce(model, reference, data, count)
@@ -335,7 +348,7 @@ def test_the_old_policy_is_frozen_while_a_batch_lasts(double):
         return (policy.gather(-1, sample.actions.mT).mT - sample.old).exp()
 
     def objective(now, sample):
-        return rule.objective_of(model.logits(now, batch.x).log_softmax(-1), sample, batch)
+        return rule.policy_loss(model.logits(now, batch.x).log_softmax(-1), sample, batch)
 
     torch.testing.assert_close(ratio(params, taken), torch.ones_like(taken.old))
     assert (ratio(later, taken) - 1).abs().max() > 0.05
@@ -353,14 +366,14 @@ def test_a_round_of_it_by_hand(double):
     rule = TwoStage(lr=0.5, batch=8, epochs=3, updates=2, wander=0.5, relative=True, tie=0.2)
     model, params, reference, data, _ = at_work(rule)
     ours = {k: v.clone() for k, v in params.items()}
-    down = {k: v[0] for k, v in params.items()} | {REFERENCE + k: v[0] for k, v in reference.items()}
-    found = rule.walk(model, ours, down, {}, data)
+    shared, anchor = ({k: v[0] for k, v in given.items()} for given in (params, reference))
+    found = rule.fit(model, ours, Message(shared, reference=anchor, stage=REINFORCED), {}, data)
     losses, clipped, flat = [], [], []
     for batch in data.batches(8, 1):
         taken = rule.sample(model, params, reference, batch, data)
         for _ in range(2):
             leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
-            loss, cut = rule.objective_of(model.logits(leaves, batch.x).log_softmax(-1), taken, batch)
+            loss, cut = rule.policy_loss(model.logits(leaves, batch.x).log_softmax(-1), taken, batch)
             slopes = torch.autograd.grad(loss.sum(), list(leaves.values()))
             params = {k: v - 0.5 * g for (k, v), g in zip(params.items(), slopes, strict=True)}
             losses.append(float(loss.detach()))
@@ -373,28 +386,33 @@ def test_a_round_of_it_by_hand(double):
     assert 0 < np.mean(clipped) < 1 and 0 < np.mean(flat) < 1
 
 
-def test_without_a_reference_it_is_plain_training(double):
+def test_without_a_second_stage_it_is_plain_training(double):
     _, data = example("lora")
     ours, theirs = (
-        play(feddtl(rule(**RULES), parts.find("merge", "mean")()), data, 6, rounds=2)[0].shared
+        play(feddtl(rule(**RULES), parts.find("merge", "mean")()), data, 6, rounds=2).state.shared
         for rule in (TwoStage, parts.find("local", "sgd"))
     )
     same(ours, theirs)
 
 
-REINFORCED = {"stage": "reinforced", "reference": "final"}
+ONLY_SECOND = {"stage": "reinforced", "reference": "final"}
+
+
+def sent(state: State) -> Params:
+    """All that the server sends."""
+    return state.shared | {f"task.{k}": v for k, v in state.task.items()}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_reinforced_stacked_is_serial(double, algorithm):
-    _, data = example("lora")
+    task, data = example("lora")
     rule = TwoStage(**RULES, algorithm=algorithm, wander=0.5, relative=True)
-    method = feddtl(rule, TextServer(**REINFORCED, upload=0.5, blur=0.1, text_batch=8))
-    state, _, scores, cohort = play(method, data, chunk=1, rounds=2)
+    method = feddtl(rule, TextServer(**ONLY_SECOND, upload=0.5, blur=0.1, text_batch=8), task._replace(scale=SHARP))
+    state, _, scored, cohort = play(method, data, chunk=1, rounds=2)
     for chunk in (2, 6):
-        other, _, other_scores, beside = play(method, data, chunk, rounds=2)
-        close(state.shared, other.shared)
-        close(scores, other_scores)
+        other, _, scored_beside, beside = play(method, data, chunk, rounds=2)
+        close(sent(state), sent(other))
+        close(scored, scored_beside)
         for name in ("clipped", "flat", "loss", "train_accuracy", "text_loss"):
             assert beside.notes[name] == pytest.approx(cohort.notes[name], rel=1e-9)
     assert 0 < cohort.notes["flat"] < 1 and cohort.notes["clipped"] > 0
@@ -403,12 +421,12 @@ def test_reinforced_stacked_is_serial(double, algorithm):
 def test_reinforced_order_and_absence(double):
     """As in the contract, which ends before the second stage begins."""
     _, data = example("lora")
-    method = feddtl(merge=TextServer(**REINFORCED, groups=2))
-    state = play(method, data, 6, rounds=2)[0]
-    same(state.shared, play(method, data, 6, rounds=2, ids=ABLE[::-1].copy())[0].shared)
+    method = feddtl(merge=TextServer(**ONLY_SECOND, groups=2))
+    state = play(method, data, 6, rounds=2).state
+    same(sent(state), sent(play(method, data, 6, rounds=2, ids=ABLE[::-1].copy()).state))
     absent, *_, cohort = play(method, data, 6, rounds=2, lost=frozenset({0, 3}))
-    same(absent.shared, play(method, data, 6, rounds=2, ids=np.array([1, 2, 4]))[0].shared)
-    assert cohort.notes["answered"] == 3 and not torch.equal(absent.shared["task.text"], state.shared["task.text"])
+    same(sent(absent), sent(play(method, data, 6, rounds=2, ids=np.array([1, 2, 4])).state))
+    assert cohort.notes["answered"] == 3 and not torch.equal(absent.task["text"], state.task["text"])
 
 
 @pytest.mark.parametrize("local", [n for n in parts.names("local") if n not in ("contrast", "scaffold")])
@@ -432,23 +450,24 @@ class Clients:
     def __init__(self, script):
         self.script, self.heard = script, []
 
-    def run(self, step, ids, down, round, exchange):
-        self.heard.append({k: v.clone() for k, v in down.items()})
+    def run(self, step, ids, message, round, exchange):
+        self.heard.append(message)
         here = self.script[round - 1]
         for i, accuracy in zip(ids, here if isinstance(here, tuple) else (here, here), strict=True):
-            up = {"w": down["w"][None] + 2.0 * i, "n": torch.ones(1), "loss": torch.zeros(1)}
-            yield np.array([i]), up | {"accuracy": torch.tensor([accuracy]), "clipped": torch.tensor([0.25])}
+            values = {"n": torch.ones(1), "loss": torch.zeros(1)}
+            values |= {"accuracy": torch.tensor([accuracy]), "clipped": torch.tensor([0.25])}
+            yield Reply(np.array([i]), values, {"w": message.shared["w"][None] + 2.0 * i})
 
 
 def staged(script, **how):
     """The stage of every round, what went down, and the server's notes."""
     merge, clients = Stages(**how), Clients(script)
-    state = State({"w": torch.tensor(10.0)}, {}, merge.begin(None, 0)[1])  # type: ignore[arg-type]
+    state = State({"w": torch.tensor(10.0)}, {}, merge.init(None, 0, 0).server)  # type: ignore[arg-type]
     notes, models = [], []
     for round in range(1, len(script) + 1):
         models.append(float(state.shared["w"]))
         cohort = Cohort(clients, np.arange(2), round)  # the mean moves by one each round
-        state = merge.round(state, cohort)
+        state = merge.round(None, state, cohort)  # type: ignore[arg-type]
         notes.append(cohort.notes)
     assert models == [10.0 + k for k in range(len(script))]
     return [n["stage"] for n in notes], clients.heard, notes, state
@@ -476,7 +495,8 @@ def test_the_switch_comes_by_the_papers_rule_and_for_good(script, calm, calm_rou
     finally:
         torch.set_default_dtype(torch.float32)
     assert stages == by_rule(script, calm, calm_rounds)
-    assert [REFERENCE + "w" in down for down in heard] == [s == "reinforced" for s in stages]
+    assert [message.stage for message in heard] == stages
+    assert ["w" in message.reference for message in heard] == [s == "reinforced" for s in stages]
 
 
 def test_the_switch_in_plain_numbers(double):
@@ -508,16 +528,16 @@ def test_accuracy_is_the_mean_over_clients(double):
 def test_what_the_reference_is(double, reference, wanted):
     """½ (the model at the switch + the latest), or either."""
     _, heard, _, state = staged([0.5] * 5, calm=1.0, calm_rounds=1, reference=reference)
-    assert [float(down[REFERENCE + "w"]) for down in heard[2:]] == wanted
-    assert float(state.server[FINAL + "w"]) == 12.0 and not any(k.startswith(REFERENCE) for k in state.shared)
+    assert [float(message.reference["w"]) for message in heard[2:]] == wanted
+    assert float(state.server[FINAL + "w"]) == 12.0 and state.shared.keys() == {"w"}
 
 
 def test_only_one_stage(double):
     stages, heard, _, state = staged([0.5] * 4, calm=1.0, calm_rounds=1, stage="supervised")
-    assert set(stages) == {"supervised"} and not any(REFERENCE + "w" in down for down in heard)
+    assert set(stages) == {"supervised"} and not any(message.reference for message in heard)
     stages, heard, _, state = staged([0.5, 0.9, 0.1], stage="reinforced")
     assert set(stages) == {"reinforced"} and float(state.server[FINAL + "w"]) == 10.0
-    assert [float(down[REFERENCE + "w"]) for down in heard] == [10.0, 10.5, 11.0]
+    assert [float(message.reference["w"]) for message in heard] == [10.0, 10.5, 11.0]
 
 
 def test_clients_tell_their_training_accuracy(double):
@@ -525,25 +545,28 @@ def test_clients_tell_their_training_accuracy(double):
     task, data = example("lora")
     for merge in (Stages(), TextServer()):
         method = feddtl(merge=merge)
-        down = method.init(6).shared
-        if merge == TextServer():
-            down |= {TASK + "text": F.normalize(down[TASK + "text"].flip(0), dim=-1)}
-        text = down.get(TASK + "text", task.names())
-        ids, up = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", down) if merge == Stages() else heard(
-            method, data, down
-        )  # fmt: skip
-        for at, i in enumerate(ids):
+        start = method.init(6)
+        assert start.task.keys() == ({"text"} if merge == TextServer() else set())
+        text = F.normalize(start.task.get("text", task.names()).flip(0), dim=-1) if start.task else task.names()
+        replies = heard(method, data, start._replace(task={"text": text} if start.task else {}).message())
+        for i, reply in replies.items():
             low, high = data.bounds[i, :2]
-            params = {k: up[k][at][None] for k in method.initial}
-            told = (IMAGE.features(task, params, data.x[None, low:high])[0] @ text.T).argmax(-1)
-            assert float(up["accuracy"][at]) == pytest.approx(float((told == data.y[low:high]).double().mean()))
+            answer = (IMAGE.features(task, reply.shared, data.x[None, low:high])[0] @ text.T).argmax(-1)
+            share = float((answer == data.y[low:high]).double().mean())
+            assert float(reply.values["accuracy"][0]) == pytest.approx(share)
 
 
-def heard(method, data, down=None, chunk=6, round=1):
-    """Replies one by one, since they have lengths of their own."""
-    parts = list(Stacked(method, data, chunk).run("train", ABLE, down or method.init(6).shared, round, 0))
-    parts.sort(key=lambda part: int(part[0][0]))
-    return [int(i[0]) for i, _ in parts], {k: [up[k][0] for _, up in parts] for k in parts[0][1]}
+def heard(
+    method: Method, data: Data, message: Message | None = None, chunk: int = 6, round: int = 1
+) -> dict[int, Reply]:
+    """The reply of each client: one by one, since they have lengths of their own."""
+    engine, found = Stacked(method, data, chunk), dict[int, Reply]()
+    for reply in engine.run("train", ABLE, message or method.init(6).message(), round, 0):
+        for at, i in enumerate(reply.ids):
+            values, shared = ({k: v[at : at + 1] for k, v in part.items()} for part in (reply.values, reply.shared))
+            found[int(i)] = Reply(reply.ids[at : at + 1], values, shared)
+    assert sorted(found) == ABLE.tolist()
+    return dict(sorted(found.items()))
 
 
 # the text server
@@ -553,18 +576,18 @@ def test_training_the_text_tower_lowers_its_loss(double):
     task, data = example("lora")
     merge = TextServer(text_lr=0.01, text_epochs=4, text_batch=16)
     method = feddtl(merge=merge)
-    _, up = heard(method, data)
-    sent = list(zip(up["embeddings"], [y.long() for y in up["labels"]], strict=True))
-    changes = merge.reader.init(task, 5)
-    z, y = (torch.cat(part) for part in zip(*sent, strict=True))
+    replies = [reply.values for reply in heard(method, data).values()]
+    received = [(values["embeddings"][0], values["labels"][0].long()) for values in replies]
+    changes = merge.text_adapter.init(task, 5)
+    z, y = (torch.cat(part) for part in zip(*received, strict=True))
 
     def loss(changes) -> float:
-        return float(F.cross_entropy(8.0 * z @ merge.say(task, changes)[TASK + "text"].T, y))
+        return float(F.cross_entropy(8.0 * z @ merge.class_embeddings(task, changes)["text"].T, y))
 
-    after, told_loss = merge.learn(method.model, changes, sent, 1)
-    assert loss(after) < told_loss < loss(changes) and loss(changes) - loss(after) > 0.01
+    after, mean_loss = merge.train_text_tower(method.model, changes, received, 1)
+    assert loss(after) < mean_loss < loss(changes) and loss(changes) - loss(after) > 0.01
     assert after.keys() == changes.keys() and all(k.startswith(TOWER) for k in after)
-    idle, nothing = merge.learn(method.model, changes, [(z[:0], y[:0])], 1)
+    idle, nothing = merge.train_text_tower(method.model, changes, [(z[:0], y[:0])], 1)
     same(idle, changes)
     assert nothing == 0.0
 
@@ -574,38 +597,41 @@ def test_class_embeddings_take_the_place_of_the_frozen_ones(double):
     task, data = example("lora")
     method = feddtl(merge=TextServer(text_lr=0.02))
     start = method.init(6)
-    torch.testing.assert_close(start.shared[TASK + "text"], task.names())
-    state, _, scores, _ = play(method, data, 6, rounds=2)
-    text = state.shared[TASK + "text"]
+    torch.testing.assert_close(start.task["text"], task.names())
+    state, _, scored, _ = play(method, data, 6, rounds=2)
+    text = state.task["text"]
     assert (text - task.names()).abs().max() > 1e-3
     towers = {k: v for k, v in state.server.items() if k.startswith(TOWER)}
-    torch.testing.assert_close(text, TextServer().reader.classes(task, lift(towers))[0])
-    now, rest = method.told(state.shared)
-    assert torch.equal(now.task.names(), text) and rest.keys() == method.initial.keys()
+    torch.testing.assert_close(text, TextServer().text_adapter.class_vectors(task, with_client_axis(towers))[0])
+    now = method.for_message(state.message())
+    assert torch.equal(now.task.names(), text) and state.shared.keys() == method.initial.keys()
     low, high = data.bounds[0, :2]
-    logits = 8.0 * IMAGE.features(task, lift(rest), data.x[None, low:high])[0] @ text.T
+    logits = 8.0 * IMAGE.features(task, with_client_axis(state.shared), data.x[None, low:high])[0] @ text.T
     wanted = F.cross_entropy(logits, data.y[low:high], reduction="sum")
-    torch.testing.assert_close(scores["shared.loss"][0, 0], wanted)
-    still = play(feddtl(merge=TextServer(text_lr=1e-12)), data, 6, rounds=2)[0]
-    torch.testing.assert_close(still.shared[TASK + "text"], task.names(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(scored["shared.loss"][0, 0], wanted)
+    still = play(feddtl(merge=TextServer(text_lr=1e-12)), data, 6, rounds=2).state
+    torch.testing.assert_close(still.task["text"], task.names(), rtol=0, atol=1e-9)
 
 
 def test_novel_classes_get_embeddings_too(double):
     task, data = example("lora")
-    few, rest = (task.some(k) for k in (slice(3), slice(3, None)))
+    few, rest = (task.subset(k) for k in (slice(3), slice(3, None)))
     task, data = few._replace(novel=rest), replace(data, y=data.y % 3)
-    data = replace(data, halves={"base": (data.x[:9], data.y[:9]), "novel": (data.x[:8], data.y[:8] % 2)})
+    extras = {"base": Extra(data.x[:9], data.y[:9]), "novel": Extra(data.x[:8], data.y[:8] % 2)}
+    data = replace(data, extras=extras)
     method = feddtl(merge=TextServer(text_lr=0.05), task=task)
     state, *_ = play(method, data, 6, rounds=2)
-    said = state.shared[TASK + "novel"]
+    said = state.task["novel"]
     assert said.shape == rest.names().shape and (said - rest.names()).abs().max() > 1e-3
     towers = {k: v for k, v in state.server.items() if k.startswith(TOWER)}
-    torch.testing.assert_close(said, TextServer().reader.classes(rest, lift(towers))[0])
-    now, params = method.told(state.shared)
+    torch.testing.assert_close(said, TextServer().text_adapter.class_vectors(rest, with_client_axis(towers))[0])
+    now = method.for_message(state.message())
     assert now.task.novel and torch.equal(now.task.novel.names(), said)
-    ((_, up),) = Stacked(method, data, 1).run("open.shared", np.array([0]), state.shared, 2, 0)
-    right = (IMAGE.features(rest, lift(params), data.x[None, :8])[0] @ said.T).argmax(-1) == data.y[:8] % 2
-    assert up["novel"][0].tolist() == torch.bincount((data.y[:8] % 2)[right], minlength=2).tolist()
+    (reply,) = Stacked(method, data, 1).run("novel.shared", np.array([0]), state.message(), 2, 0)
+    right = (IMAGE.features(rest, with_client_axis(state.shared), data.x[None, :8])[0] @ said.T).argmax(-1) == data.y[
+        :8
+    ] % 2
+    assert reply.values["novel"][0].tolist() == torch.bincount((data.y[:8] % 2)[right], minlength=2).tolist()
 
 
 # what is sent up
@@ -615,7 +641,7 @@ def sent_of(merge: TextServer, y: torch.Tensor, dim: int = 6, client: int = 2, *
     """What a client sends of random embeddings, and what they were."""
     z = F.normalize(torch.randn(len(y), dim, generator=torch.Generator().manual_seed(1)), dim=-1)
     data = Data(z, y, np.array([[0, len(y), len(y), len(y)]]), np.array([client]), **({"seed": 4, "round": 3} | moment))
-    return z, *merge.lessen(z, y, data, client), merge.made_of(y, data, client)
+    return z, *merge.embeddings_to_send(z, y, data, client), merge.source_rows(y, data, client)
 
 
 @given(
@@ -681,15 +707,13 @@ def test_what_arrives_at_the_server(double, how, chunk):
     task, data = example("lora")
     merge = TextServer(**how)
     method = feddtl(merge=merge)
-    ids, up = heard(method, data, chunk=chunk)
     rows = 0
-    for at, i in enumerate(ids):
+    for i, reply in heard(method, data, chunk=chunk).items():
         low, high = data.bounds[i, :2]
-        params = {k: up[k][at][None] for k in method.initial}
-        z = IMAGE.features(task, params, data.x[None, low:high])[0]
-        sent, labels = merge.lessen(z, data.y[low:high], replace(data, round=1), i)
-        torch.testing.assert_close(up["embeddings"][at], sent)
-        assert up["labels"][at].tolist() == labels.tolist() and len(labels)
+        z = IMAGE.features(task, reply.shared, data.x[None, low:high])[0]
+        embeddings, labels = merge.embeddings_to_send(z, data.y[low:high], replace(data, round=1), i)
+        torch.testing.assert_close(reply.values["embeddings"][0], embeddings)
+        assert reply.values["labels"][0].tolist() == labels.tolist() and len(labels)
         rows += len(labels)
     *_, cohort = play(method, data, chunk, rounds=1)
     assert cohort.notes["embeddings"] == rows
@@ -721,19 +745,10 @@ def test_what_cannot_be_is_refused_in_words(double):
 
 # whole runs
 
-SHORT = {"rounds": 4, "calm": 2.0, "calm_rounds": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
-SHORT |= {"projections": "q", "updates": 2, "epochs": 1, "batch": 16, "seed": 7, "engine": "serial"}
-SHORT |= {"protocol": "base-to-novel", "partition": "iid", "clients": 2}
-
-
-def run_of(images, folder, **how):
-    setup = resolve("feddtl", SHORT | {"data": str(images)} | how)
-    return train.train(setup, train.load_pool(setup), folder)
-
 
 @pytest.fixture(scope="module")
 def whole(images, tmp_path_factory):
-    return run_of(images, tmp_path_factory.mktemp("feddtl") / "run")
+    return train_feddtl(images, tmp_path_factory.mktemp("feddtl") / "run")
 
 
 def test_a_run_goes_through_both_stages(whole):
@@ -741,14 +756,14 @@ def test_a_run_goes_through_both_stages(whole):
     assert [r["stage"] for r in records] == ["supervised"] * 2 + ["reinforced"] * 2
     assert all(("clipped" in r) == ("flat" in r) == (r["stage"] == "reinforced") for r in records)
     assert records[-1]["embeddings"] == 36 and {"text_loss", "train_accuracy", "novel"} <= set(records[-1])
-    assert "embeddings of private images" in whole.info["reveals"]
+    assert "embeddings of private images" in whole.record.reveals
     state = whole.load()[0]
-    assert {TASK + "text", TASK + "novel"} <= set(state.shared) and any(k.startswith(FINAL) for k in state.server)
+    assert state.task.keys() == {"text", "novel"} and any(k.startswith(FINAL) for k in state.server)
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_stopped_in_either_stage_it_goes_on_to_the_same_bits(images, whole, tmp_path, at, monkeypatch):
-    inner = Run.save
+    inner = RunFolder.save
 
     class Stop(Exception):
         pass
@@ -759,30 +774,30 @@ def test_stopped_in_either_stage_it_goes_on_to_the_same_bits(images, whole, tmp_
             raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "save", stopping)
+        patch.setattr(RunFolder, "save", stopping)
         with pytest.raises(Stop):
-            run_of(images, tmp_path / "cut")
-    assert not Run(tmp_path / "cut").done
-    again = run_of(images, tmp_path / "cut")
-    assert told(again) == told(whole)
+            train_feddtl(images, tmp_path / "cut")
+    assert not RunFolder(tmp_path / "cut").done
+    again = train_feddtl(images, tmp_path / "cut")
+    assert scores(again) == scores(whole)
     for name in ("state.safetensors", "outputs.safetensors"):
         assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
 def test_in_processes_as_in_one(images, whole, tmp_path):
-    apart = run_of(images, tmp_path / "run", engine="loopback")
-    assert told(apart) == told(whole)
+    apart = train_feddtl(images, tmp_path / "run", engine="loopback")
+    assert scores(apart) == scores(whole)
     assert (apart.folder / "state.safetensors").read_bytes() == (whole.folder / "state.safetensors").read_bytes()
 
 
 def test_what_clients_reveal_is_said_before_anything_runs(images, tmp_path, monkeypatch, capsys):
     seen = []
 
-    def nothing_yet(jobs, at_once):
+    def nothing_yet(jobs, at_once, pools, report):
         seen.append(capsys.readouterr().err)
         raise FedvlmError("far enough")
 
-    monkeypatch.setattr(commands, "run_all", nothing_yet)
+    monkeypatch.setattr(processes, "run_all", nothing_yet)
     for words in (["run", "feddtl"], ["bench", "feddtl", "zero-shot", "protocol=base-to-novel"]):
         assert main([*words, f"data={images}", f"out={tmp_path / 'x'}"]) == 1
         assert seen.pop().count("feddtl: clients send embeddings of private images, and their labels") == 1

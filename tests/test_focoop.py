@@ -8,23 +8,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import NOUNS, example
-from test_contract import ABLE, RULES, play
+from helpers import ABLE, NOUNS, RULES, example, play
 
 from fedvlm import parts, train
 from fedvlm.adapters.outsiders import Outsiders
 from fedvlm.backbones.text import TextTower
 from fedvlm.config import resolve
-from fedvlm.core import Batch, Cohort, FedvlmError, lift, spread
+from fedvlm.core import Batch, Cohort, Extra, Message, copy_per_client, with_client_axis
+from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError
 from fedvlm.local.bdro import Bdro, noise
 from fedvlm.local.contrast import Contrast
 from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
-from fedvlm.merge.classwise import by_class
-from fedvlm.merge.transport import Transport, calibrated, least, match
+from fedvlm.merge.base import Gaps, Replies
+from fedvlm.merge.classwise import mean_by_class
+from fedvlm.merge.transport import Transport, drawn_to_barycentre, least_per_noun, transport_plan
 from fedvlm.method import Method
-from fedvlm.use import export, from_run
+from fedvlm.predictor import export, from_run
 
 PROMPTS = Outsiders(context=2, count=3)
 
@@ -36,10 +38,10 @@ def focoop(local=None, merge=None, adapter=PROMPTS) -> Method:
 def test_the_loss_is_what_the_paper_prints(double):
     """−log p(y) − log p(ID), probabilities over classes and outsiders, written out."""
     task, data = example("outsiders")
-    params = lift(PROMPTS.init(task, 1))
+    params = with_client_axis(PROMPTS.init(task, 1))
     params["own"] = params["own"] + torch.randn(params["own"].shape, generator=torch.Generator().manual_seed(3))
     batch = next(replace(data, bounds=data.bounds[:1], ids=data.ids[:1]).batches(4))
-    logits = PROMPTS.training(task, params, batch)
+    logits = PROMPTS.train_logits(task, params, batch)
     assert logits.shape[-1] == len(task.classes) + 3
     total = 0.0
     for row, y, weight in zip(logits[0].tolist(), batch.y[0].tolist(), batch.weight[0].tolist(), strict=True):
@@ -53,28 +55,29 @@ def test_the_loss_is_what_the_paper_prints(double):
 
 def test_outsiders_take_part_in_detection_and_not_in_the_answer(double):
     task, data = example("outsiders")
-    params, x = lift(PROMPTS.init(task, 1)), data.x[None, :6]
+    params, x = with_client_axis(PROMPTS.init(task, 1)), data.x[None, :6]
     every = task.scale * x @ PROMPTS.prompts(task, params).mT
     torch.testing.assert_close(PROMPTS.logits(task, params, x), every[..., : len(task.classes)])
-    torch.testing.assert_close(PROMPTS.inside(task, params, x)["mcm"], every.softmax(-1)[..., :-3].amax(-1))
+    torch.testing.assert_close(PROMPTS.detection_scores(task, params, x)["mcm"], every.softmax(-1)[..., :-3].amax(-1))
 
 
 @pytest.mark.parametrize("fusion, name", [(0.0, "own"), (1.0, "context")])
 def test_fused_prompts_are_mixtures(double, fusion, name):
     task, _ = example("outsiders")
-    params = {k: torch.randn_like(v) for k, v in lift(PROMPTS.init(task, 1)).items()}
+    params = {k: torch.randn_like(v) for k, v in with_client_axis(PROMPTS.init(task, 1)).items()}
     other = replace(PROMPTS, fusion=fusion)
     torch.testing.assert_close(
-        other.classes(task, params), PROMPTS.classes(task, params | {"own": params[name], "context": params[name]})
+        other.class_vectors(task, params),
+        PROMPTS.class_vectors(task, params | {"own": params[name], "context": params[name]}),
     )
 
 
 def test_without_noise_and_exploration_it_is_plain_training(double):
     """With everything evened out, the robust step is a step on the mean loss."""
     _, data = example("outsiders")
-    plain = play(focoop(Sgd(**RULES)), data, 6, rounds=1)[0].shared
-    even = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=1e9)), data, 6, rounds=1)[0].shared
-    hard = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=0.1)), data, 6, rounds=1)[0].shared
+    plain = play(focoop(Sgd(**RULES)), data, 6, rounds=1).state.shared
+    even = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=1e9)), data, 6, rounds=1).state.shared
+    hard = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=0.1)), data, 6, rounds=1).state.shared
     torch.testing.assert_close(plain["context"], even["context"], rtol=1e-5, atol=1e-7)
     assert not torch.allclose(plain["context"], hard["context"], rtol=1e-3, atol=1e-6)
 
@@ -82,13 +85,13 @@ def test_without_noise_and_exploration_it_is_plain_training(double):
 def test_exploration_goes_where_the_loss_is_higher(double):
     task, data = example("outsiders")
     model, data = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
-    params = spread(PROMPTS.init(task, 1), 1)
+    params = copy_per_client(PROMPTS.init(task, 1), 1)
     batch = next(data.batches(8))
 
     def found(**change) -> float:
         rule = Bdro(hold=1e-3, hold_outsiders=1.0, evenness=1e9, ascent=0.001, sigma=0.01, **change)
         start = noise({k: params[k] for k in ("context", "outsiders")}, data, rule.sigma)
-        return float(rule.robust(model, start)(params, batch)[0][0])
+        return float(rule.robust_gradients(model, start)(params, batch)[0][0])
 
     assert found(explore=5) > found(explore=1) > found(explore=0)
 
@@ -97,13 +100,13 @@ def test_a_robust_step_by_hand(double):
     """One exploration of the shared contexts, one of the outsiders', then the slope of the soft maximum."""
     task, data = example("outsiders")
     model, data = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
-    params, batch = spread(PROMPTS.init(task, 1), 1), next(data.batches(4))
+    params, batch = copy_per_client(PROMPTS.init(task, 1), 1), next(data.batches(4))
     rule = Bdro(ascent=0.2, hold=0.5, hold_outsiders=0.7, evenness=0.3, sparse=0.01)
     start = noise({k: params[k] for k in ("context", "outsiders")}, data, 0.05)
-    value, slopes = rule.robust(model, start)(params, batch)
+    value, slopes = rule.robust_gradients(model, start)(params, batch)
 
     def mean(shift: dict) -> torch.Tensor:
-        return batch.mean(PROMPTS.losses(PROMPTS.training(task, params | shift, batch), batch.y)).sum()
+        return batch.mean(PROMPTS.losses(PROMPTS.train_logits(task, params | shift, batch), batch.y)).sum()
 
     away = {}
     for name, hold in (("context", 0.5), ("outsiders", 0.7)):
@@ -113,7 +116,7 @@ def test_a_robust_step_by_hand(double):
         away[name] = (step + 0.2 * up).detach()
     leaf = params["own"].clone().requires_grad_()
     moved = params | {k: params[k] + v for k, v in away.items()} | {"own": leaf}
-    each = PROMPTS.losses(PROMPTS.training(task, moved, batch), batch.y)[0]
+    each = PROMPTS.losses(PROMPTS.train_logits(task, moved, batch), batch.y)[0]
     soft = 0.7 * 0.3
     robust = soft * (each / soft).exp().mean().log()
     apart = sum(
@@ -136,8 +139,8 @@ def test_noise_is_a_clients_own(double):
 def test_classes_are_averaged_by_who_holds_them(double):
     draw = torch.Generator().manual_seed(1)
     replies, before = torch.randn(3, 4, 2, 5, generator=draw), torch.randn(4, 2, 5, generator=draw)
-    holds = torch.tensor([[3.0, 0, 0, 1], [1, 2, 0, 0], [0, 0, 0, 5]])
-    found = by_class(replies, holds, before)
+    counts = torch.tensor([[3.0, 0, 0, 1], [1, 2, 0, 0], [0, 0, 0, 5]])
+    found = mean_by_class(replies, counts, before)
     torch.testing.assert_close(found[0], (3 * replies[0, 0] + replies[1, 0]) / 4)
     torch.testing.assert_close(found[1], replies[1, 1])
     torch.testing.assert_close(found[2], before[2])  # nobody has it
@@ -147,8 +150,8 @@ def test_classes_are_averaged_by_who_holds_them(double):
 def test_clients_say_how_many_they_hold(double):
     _, data = example("outsiders")
     method = focoop()
-    ids, up = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", method.initial)
-    for i, row in zip(ids, up["holds"], strict=True):
+    reply = Cohort(Stacked(method, data, 6), ABLE, 1).ask("train", Message(method.initial))
+    for i, row in zip(reply.ids, reply.values["class_counts"], strict=True):
         low, high = data.bounds[i, :2]
         assert row.tolist() == np.bincount(data.y[low:high].numpy(), minlength=5).tolist()
 
@@ -166,7 +169,7 @@ def planted(seed: int):
 @pytest.mark.parametrize("seed", range(5))
 def test_class_like_outsiders_are_found(double, seed):
     classes, away, like = planted(seed)
-    plan = match(classes, away, relax=0.1)
+    plan = transport_plan(classes, away, relax=0.1)
     torch.testing.assert_close(plan.sum(1), torch.full((20,), 1 / 20), rtol=0, atol=1e-12)
     found = set(plan.sum(0).sort(descending=True).indices[:30].tolist())
     assert len(found & like) >= 29
@@ -175,9 +178,9 @@ def test_class_like_outsiders_are_found(double, seed):
 def test_the_server_drops_them_and_draws_classes_near(double):
     classes, away, like = planted(1)
     before = {"context": classes, "outsiders": away[:40]}
-    up = {"outsiders": away.view(3, 40, 2, 16)}
+    replies = Replies(np.arange(3), {}, {"outsiders": away.view(3, 40, 2, 16)}, Gaps({}))
     merge = Transport(seemly=0.25, steady=0.5)
-    after = merge.settle(before, up, Cohort(None, np.arange(3), 1))  # type: ignore[arg-type]
+    after = merge.calibrated(before, replies, Cohort(None, np.arange(3), 1))  # type: ignore[arg-type]
     kept = [int((away == row).flatten(1).all(1).nonzero()[0]) for row in after["outsiders"]]
     assert len(kept) == 40 and not set(kept) & like
     apart = torch.cdist(classes.flatten(1), away[sorted(like)].flatten(1)).min(1).values
@@ -189,14 +192,14 @@ def test_calibration_is_a_barycentre(double):
     draw = torch.Generator().manual_seed(3)
     classes, away = torch.randn(2, 1, 3, generator=draw), torch.randn(4, 1, 3, generator=draw)
     plan = torch.tensor([[0.1, 0.3, 0.1, 0.0], [0.0, 0.0, 0.0, 0.5]])
-    found = calibrated(classes, away, plan, torch.tensor([0, 1]), 0.6)
+    found = drawn_to_barycentre(classes, away, plan, torch.tensor([0, 1]), 0.6)
     torch.testing.assert_close(found[0], 0.6 * classes[0] + 0.4 * (0.25 * away[0] + 0.75 * away[1]))
     torch.testing.assert_close(found[1], classes[1])  # matched with none of the seemly
 
 
 def test_each_noun_keeps_its_least_class_like_version():
     mass = torch.tensor([[0.5, 0.1, 0.2], [0.1, 0.3, 0.3]])
-    assert least(mass).tolist() == [3, 1, 2]
+    assert least_per_noun(mass).tolist() == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -204,20 +207,20 @@ def test_each_noun_keeps_its_least_class_like_version():
 )
 def test_the_server_is_finite_whatever_it_is_told(double, change):
     _, data = example("outsiders")
-    state, *_ = play(focoop(merge=Transport(**change)), data, 6)
+    state = play(focoop(merge=Transport(**change)), data, 6).state
     assert all(v.isfinite().all() for v in state.shared.values())
     assert state.shared["outsiders"].shape == (3, 2, 8)
 
 
 def test_all_outsiders_alike_is_no_division_by_zero(double):
     same = torch.ones(4, 2, 3)
-    assert match(same, same, 0.1).isfinite().all()
+    assert transport_plan(same, same, 0.1).isfinite().all()
 
 
 def test_one_client_with_one_example_of_one_class(double):
     _, data = example("outsiders")
-    state, rows, scores, _ = play(focoop(), data, 6, ids=np.array([3]))
-    assert all(v.isfinite().all() for part in (state.shared, rows, scores) for v in part.values())
+    found = play(focoop(), data, 6, ids=np.array([3]))
+    assert all(v.isfinite().all() for part in (found.state.shared, found.rows, found.scores) for v in part.values())
 
 
 def test_what_does_not_go_together_is_refused_in_words(double):
@@ -241,14 +244,18 @@ def test_a_contrast_of_nothing_is_plain_training(double):
     adapter = parts.find("adapter", "lowrank")(context=2)
 
     def shared(local):
-        return play(Method.build(adapter, local, parts.find("merge", "mean")(), task, 5), data, 6, rounds=2)[0].shared
+        return play(
+            Method.build(adapter, local, parts.find("merge", "mean")(), task, 5), data, 6, rounds=2
+        ).state.shared
 
     torch.testing.assert_close(shared(Contrast(**RULES, contrast=0.0)), shared(Sgd(**RULES)))
     gentle = RULES | {"lr": 0.02}
 
     def near(local) -> float:
-        params = lift(shared(local) | {k: v for k, v in adapter.init(task, 5).items() if k in adapter.private})
-        return float((adapter.classes(task, params)[0] * task.names()).sum(-1).mean())
+        params = with_client_axis(
+            shared(local) | {k: v for k, v in adapter.init(task, 5).items() if k in adapter.private}
+        )
+        return float((adapter.class_vectors(task, params)[0] * task.names()).sum(-1).mean())
 
     assert near(Contrast(**gentle, contrast=20.0)) > near(Sgd(**gentle)) + 1e-3
 
@@ -256,7 +263,7 @@ def test_a_contrast_of_nothing_is_plain_training(double):
 def test_batches_of_padding_weigh_nothing(double):
     """The soft maximum leaves padding out."""
     task, data = example("outsiders")
-    params = spread(PROMPTS.init(task, 1), 1)
+    params = copy_per_client(PROMPTS.init(task, 1), 1)
     model, one = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
     batch = next(one.batches(4))
     rule, start = Bdro(), noise({k: params[k] for k in ("context", "outsiders")}, one, 0.01)
@@ -264,29 +271,32 @@ def test_batches_of_padding_weigh_nothing(double):
         torch.cat([batch.x, batch.x[:, :2]], 1), torch.cat([batch.y, batch.y[:, :2]], 1),
         torch.cat([batch.weight, torch.zeros(1, 2)], 1), batch.step,
     )  # fmt: skip
-    torch.testing.assert_close(rule.robust(model, start)(params, batch), rule.robust(model, start)(params, wide))
+    torch.testing.assert_close(
+        rule.robust_gradients(model, start)(params, batch), rule.robust_gradients(model, start)(params, wide)
+    )
     assert NOUNS[:3] == task.nouns[:3]
 
 
 def test_outsiders_get_their_nouns_after_another_method_has_run(images, monkeypatch):
     """The pool of a method without nouns once served for one with candidates=0: False is 0."""
-    monkeypatch.setattr("fedvlm.data.federation.nouns", lambda: ["anvil", "bird", "cloud", "treaty", "fruit", "moss"])
+    monkeypatch.setattr("fedvlm.data.pool.nouns", lambda: ["anvil", "bird", "cloud", "treaty", "fruit", "moss"])
     given = {"data": str(images), "template": "a sketch of a {}"}
-    assert train.load_pool(resolve("promptfl", given)).task.nouns == ()
-    far = train.load_pool(resolve("focoop", given | {"count": 2})).task.nouns
+    pools = Pools()
+    assert pools.load(resolve("promptfl", given)).task.nouns == ()
+    far = pools.load(resolve("focoop", given | {"count": 2})).task.nouns
     assert set(far) == {"anvil", "bird", "cloud", "treaty", "fruit", "moss"}
     assert far.index("bird") > 2 and far.index("fruit") > 2  # class names are not far
 
 
 def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedvlm.data.federation.nouns", lambda: ["anvil", "cloud", "treaty", "moss", "anthem"])
+    monkeypatch.setattr("fedvlm.data.pool.nouns", lambda: ["anvil", "cloud", "treaty", "moss", "anthem"])
     given = {"data": str(images), "unseen": "noto", "rounds": 2, "count": 3, "context": 2, "shots": 2, "lr": 0.1}
     given |= {"outsiders": str(images / "noto" / "bird"), "template": "an image of a {}"}
     setup = resolve("focoop", given)
-    run = train.train(setup, train.load_pool(setup), tmp_path / "run")
+    run = train.train(setup, Pools().load(setup), tmp_path / "run")
     record = run.rounds()[-1]
     assert {"acc", "auroc", "fpr95", "seemly_mass"} <= record.keys() and record["acc"] == record["P"]
-    assert record["detection"]["newcomer"]["auroc"] <= 1 and run.info["data"]["nouns"]
+    assert record["detection"]["newcomer"]["auroc"] <= 1 and run.record.data.nouns
     picture = next((images / "noto" / "bird").iterdir())
     assert len(export(run, tmp_path / "out")) >= 3
     read, plain = [], TextTower.features
@@ -310,8 +320,8 @@ def test_an_evaluation_reads_every_prompt_once(double, monkeypatch, chunk):
         read.append(max(len(context), 1) * len(plan.ends))
         return plain(tower, plan, context, *rest, **more)
 
-    engine = Stacked(method, replace(data, outside=data.x[:9]), chunk)
+    engine = Stacked(method, replace(data, extras={"outsiders": Extra(data.x[:9])}), chunk)
     state = method.round(method.init(6), Cohort(engine, ABLE, 1))
     monkeypatch.setattr(TextTower, "features", count)
-    Cohort(engine, np.arange(6), 1).ask("score", state.shared)
+    Cohort(engine, np.arange(6), 1).ask("score", state.message())
     assert sum(read) == 5 + 3 + 6 * 5  # the shared view's classes, the outsiders, each client's own classes

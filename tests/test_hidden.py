@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from conftest import layered, random_task, tiny_clip
+from helpers import layered, random_task, tiny_clip
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,12 +23,14 @@ from fedvlm.adapters.maple import Maple
 from fedvlm.adapters.mma import Mma
 from fedvlm.adapters.visual import Visual
 from fedvlm.backbones import load
-from fedvlm.backbones.base import form, look, towers
+from fedvlm.backbones.base import encode_view, tower_of, view_format
 from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import Both, VisionTop
+from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.cli import main
 from fedvlm.config import resolve
-from fedvlm.core import Batch, FedvlmError, Params, lift
+from fedvlm.core import Batch, Params, with_client_axis
+from fedvlm.data.pool import Pools
+from fedvlm.errors import FedvlmError
 
 TEXTS = (
     "a photo of a cat.",
@@ -52,8 +54,8 @@ def pictures() -> list[Image.Image]:
 
 
 @lru_cache
-def whole() -> Both:
-    return Both(VisionTop.of(tiny_clip(LAYERS)), TextTower.of(tiny_clip(LAYERS), load("mini-clip").tokenizer))
+def whole() -> Towers:
+    return Towers(ImageLayers.of(tiny_clip(LAYERS)), TextTower.of(tiny_clip(LAYERS), load("mini-clip").tokenizer))
 
 
 def noise(*shape: int, seed: int = 1, size: float = 0.5) -> Tensor:
@@ -108,33 +110,36 @@ def test_a_view_is_the_towers_own_activations(clip, pictures):
     own = clip.model.vision_model(pixel_values=clip.pixels(pictures), output_hidden_states=True).hidden_states
     for k in (0, 3, 7):
         for view in (f"hidden@{k}", f"hidden@{k - 8}"):
-            found = look(clip, pictures, view)
-            assert form(clip, view).shape == tuple(found.shape[1:]) == (65, 256) and form(clip, view).kind == "<f4"
+            found = encode_view(clip, pictures, view)
+            assert (
+                view_format(clip, view).shape == tuple(found.shape[1:]) == (65, 256)
+                and view_format(clip, view).dtype == "<f4"
+            )
             assert far(found, own[k].cpu()) < 1e-5
 
 
 @pytest.mark.parametrize("view", ["hidden@8", "hidden@-9", "hidden@", "hidden@two", "hidden@1.5", "hidden@--1"])
 def test_layers_that_are_not_there_are_refused(clip, view):
     with pytest.raises(FedvlmError, match=f"{view}: .*8 layers.*-8 to 7.*layers=1 to 8"):
-        form(clip, view)
+        view_format(clip, view)
 
 
 def test_a_backbone_without_towers_says_so():
     with pytest.raises(FedvlmError, match="has no image and text towers to give"):
-        towers(load("pixels:32"), "both towers")
+        tower_of(load("pixels:32"), "both towers")
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 0])
 def test_the_last_layers_on_stored_activations_are_the_whole_tower(clip, pictures, layers):
     top = clip.both_towers.image.last(layers)
     assert len(top.layers) == (layers or 8)
-    found = top.features(look(clip, pictures, f"hidden@{-layers}")[None])[0]
+    found = top.features(encode_view(clip, pictures, f"hidden@{-layers}")[None])[0]
     assert far(F.normalize(found, dim=-1), clip.images(pictures)) < 1e-5
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_the_last_layers_are_exact(layers):
-    model, top = tiny_clip(LAYERS), VisionTop.of(tiny_clip(LAYERS), layers)
+    model, top = tiny_clip(LAYERS), ImageLayers.of(tiny_clip(LAYERS), layers)
     *_, enters = states(model)[: LAYERS - layers + 1]
     plain = model.visual_projection(model.vision_model(pixel_values=noise(6, 3, 8, 8)).pooler_output)
     assert far(top.features(enters[None])[0], plain) < 1e-10
@@ -256,7 +261,7 @@ def test_moved_towers_give_the_same():
     found = both.image.last(2).features(enters, lora)
     assert found.dtype == torch.float64 and 0 < far(found, whole().image.last(2).features(enters, lora)) < 1e-4
     copied = random_task()._replace(tower=whole()).to(torch.device("cpu")).tower
-    assert isinstance(copied, Both) and far(copied.image.projection, whole().image.projection) == 0
+    assert isinstance(copied, Towers) and far(copied.image.projection, whole().image.projection) == 0
     half = both.to(dtype=torch.bfloat16).image.last(2).features(enters.float(), lora)
     assert half.dtype == torch.float32 and float(F.cosine_similarity(half, found.float(), dim=-1).min()) > 0.99
 
@@ -274,7 +279,7 @@ def test_lora_starts_zero_shot_and_trains_what_it_says(task, side, layers):
     params = adapter.init(about, 1)
     assert {k.split(".")[0] for k in params} == ({"image", "text"} if side == "both" else {side})
     assert len(params) == 2 * 3 * (layers or 2) * (2 if side == "both" else 1)
-    assert adapter.reads == ("embedding" if side == "text" else f"hidden@{-layers}")
+    assert adapter.view == ("embedding" if side == "text" else f"hidden@{-layers}")
     x = (
         about.tower.image.last(layers).features(data.x[None])
         if side != "text"
@@ -282,13 +287,16 @@ def test_lora_starts_zero_shot_and_trains_what_it_says(task, side, layers):
     )
     expected = about.scale * F.normalize(x, dim=-1) @ about.names().mT
     seen = F.normalize(x, dim=-1) if side == "text" else data.x[None]
-    assert far(adapter.logits(about, lift(params), seen), expected) < 1e-10
+    assert far(adapter.logits(about, with_client_axis(params), seen), expected) < 1e-10
     moved = {k: (v + noise(*v.shape))[None] for k, v in params.items()}
     batch = Batch(seen, data.y[None], torch.ones(1, len(data.y)))
-    logits, aligned = adapter.both(about, moved, batch)
+    logits, aligned = adapter.logits_and_aligned(about, moved, batch)
     assert far(logits, adapter.logits(about, moved, seen)) == 0 and far(logits, expected) > 0.1
-    assert far(aligned, adapter.classes(about, moved) if side == "text" else adapter.features(about, moved, seen)) == 0
-    assert adapter.opens and adapter.logits(about.some(slice(2)), moved, seen).shape[-1] == 2
+    assert (
+        far(aligned, adapter.class_vectors(about, moved) if side == "text" else adapter.features(about, moved, seen))
+        == 0
+    )
+    assert adapter.open_vocabulary and adapter.logits(about.subset(slice(2)), moved, seen).shape[-1] == 2
 
 
 def test_lora_draws_from_the_seed_alone(task):
@@ -316,7 +324,7 @@ def test_any_template_starts_zero_shot(method, engine, images, tmp_path):
     found = []
     for name, more in (("zero-shot", {}), (method, {"layers": 1, "engine": engine})):
         setup = resolve(name, given | more)
-        found.append(train.train(setup, train.load_pool(setup), tmp_path / name).info["result"]["last"])
+        found.append(train.train(setup, Pools().load(setup), tmp_path / name).record.finished.last)
     assert all(found[0][k] == pytest.approx(found[1][k], abs=0.02) for k in ("local", "base", "novel"))
     assert found[0]["personal"]["val_loss"] == pytest.approx(found[1]["personal"]["val_loss"], abs=1e-4)
 
@@ -358,15 +366,15 @@ def test_tokens_join_the_image(layers, depth):
 def test_visual_tokens_at_zero_number_are_zero_shot_and_in_the_way_otherwise(task, deep):
     about, data = task
     adapter = Visual(tokens=3, deep=deep)
-    params = lift(adapter.init(about, 1))
-    assert params["tokens"].shape == (1, 2 if deep else 1, 3, 12) and adapter.reads == "hidden@0"
+    params = with_client_axis(adapter.init(about, 1))
+    assert params["tokens"].shape == (1, 2 if deep else 1, 3, 12) and adapter.view == "hidden@0"
     x = data.x[None]
     zero_shot = about.scale * F.normalize(about.tower.image.features(x), dim=-1) @ about.names().mT
     assert far(adapter.logits(about, {"tokens": params["tokens"][:, :, :0]}, x), zero_shot) < 1e-10
     assert far(adapter.logits(about, params, x), zero_shot) > 1e-3
-    logits, features = adapter.both(about, params, Batch(x, data.y[None], torch.ones(1, len(data.y))))
+    logits, features = adapter.logits_and_aligned(about, params, Batch(x, data.y[None], torch.ones(1, len(data.y))))
     assert far(logits, about.scale * features @ about.names().mT) == 0
-    assert Visual(layers=1).reads == "hidden@-1"
+    assert Visual(layers=1).view == "hidden@-1"
 
 
 def test_a_context_that_is_new_at_deeper_layers():
@@ -397,7 +405,7 @@ def test_a_context_that_is_new_at_deeper_layers():
 def test_maple_couples_the_towers(task):
     about, data = task
     adapter = Maple(depth=2)
-    params = lift(adapter.init(about, 1))
+    params = with_client_axis(adapter.init(about, 1))
     reader = about.tower.text
     assert far(params["context"][0, 0], reader.phrase("a photo")) == 0
     assert {k: tuple(v.shape[1:]) for k, v in params.items()} == {
@@ -413,7 +421,7 @@ def test_maple_couples_the_towers(task):
         moved = params | {name: params[name] + noise(*params[name].shape)}
         sides = [
             far(f(about, moved), f(about, params))
-            for f in (adapter.classes, lambda t, p: adapter.features(t, p, data.x[None]))
+            for f in (adapter.class_vectors, lambda t, p: adapter.features(t, p, data.x[None]))
         ]
         assert sides[1] > 1e-4 and (sides[0] > 1e-4) == (not name.startswith("couple"))
     assert "deep" not in Maple(depth=1).init(about, 1)
@@ -441,10 +449,10 @@ def test_crossed_prompts_are_the_shared_ones_until_a_client_has_its_own(task):
     assert set(adapter.private) == set(start) - {"context", "tokens"}
     assert far(start["context"][0], reader.phrase("a photo")) == 0
     moved = {k: (v + noise(*v.shape, seed=s))[None] for s, (k, v) in enumerate(start.items())}
-    for params in (lift(start), adapter.public(moved)):
+    for params in (with_client_axis(start), adapter.shared_only(moved)):
         text = reader.features(reader.plan(about.classes, 2), params["context"])
         image = about.tower.image.features(data.x[None], tokens=params["tokens"])
-        assert far(adapter.classes(about, params), text) < 1e-12
+        assert far(adapter.class_vectors(about, params), text) < 1e-12
         assert far(adapter.features(about, params, data.x[None]), F.normalize(image, dim=-1)) < 1e-12
     for prompt in ("context", "tokens"):
         shared, own = moved[prompt][0, 0], moved[f"own.{prompt}"][0, 0]
@@ -470,9 +478,9 @@ def test_mma_is_a_small_network_beside_each_layer(task, layers):
     assert set(adapter.private) == set(start) - {"middle", "middle.bias"}
     top = about.tower.image.last(layers)
     zero_shot = about.scale * F.normalize(top.features(data.x[None]), dim=-1) @ about.names().mT
-    assert far(adapter.logits(about, lift(start), data.x[None]), zero_shot) < 1e-10
+    assert far(adapter.logits(about, with_client_axis(start), data.x[None]), zero_shot) < 1e-10
     params = {k: v + noise(2, *v.shape) for k, v in start.items()}
-    found, text = adapter.features(about, params, data.x[None]), adapter.classes(about, params)
+    found, text = adapter.features(about, params, data.x[None]), adapter.class_vectors(about, params)
     for client in range(2):
         model, mine = deepcopy(tiny_clip()), {k: v[client] for k, v in params.items()}
 
@@ -531,7 +539,7 @@ def test_halves_are_near_and_what_is_learned_stays_whole(kind, clip, pictures):
     half = replace(full, precision="half")
     start = full.init(about, 1)
     params = {k: (v + 0.02 * torch.randn(v.shape))[None].requires_grad_() for k, v in start.items()}
-    x = look(clip, pictures, "hidden@-1")[None]
+    x = encode_view(clip, pictures, "hidden@-1")[None]
     found = [adapter.features(about, params, x) for adapter in (full, half)]
     assert far(*found) > 1e-6 and float((found[0] * found[1]).sum(-1).detach().min()) > 0.999
     logits = [adapter.logits(about, params, x) for adapter in (full, half)]

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES as FIVE
-from conftest import TINY, example
+from helpers import CLASSES as FIVE
+from helpers import example, numbered, scores, small_adapter
 from hypothesis import given
 from hypothesis import strategies as st
-from test_data import numbered
-from test_engines import told
 
-from fedvlm import parts, train
+from fedvlm import parts, planning, steps, train
 from fedvlm.adapters.base import Task
 from fedvlm.cli import main
-from fedvlm.config import resolve
-from fedvlm.core import SPLITS, Cohort, FedvlmError, NoQuorum, lift, nbytes
-from fedvlm.data.federation import Federation, Layout, federate, halved
+from fedvlm.config import Layout, Setup, resolve
+from fedvlm.core import SPLITS, Cohort, nbytes, with_client_axis
+from fedvlm.data.federation import Federation, federate
+from fedvlm.data.pool import Pool, Pools, with_novel_classes
 from fedvlm.data.source import Item
+from fedvlm.engines.base import Job
+from fedvlm.engines.loopback import Loopback
+from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError, NoQuorum
 from fedvlm.evaluate import novel
-from fedvlm.evaluate.protocols import MEASURES
 from fedvlm.evaluate.views import evaluate
+from fedvlm.folder import RunFolder
 from fedvlm.method import Method
+from fedvlm.records import MEASURES, RoundRecord
 from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
-from fedvlm.folder import Run
-from fedvlm.tasks import CLASSES
+from fedvlm.tasks import CLASSIFICATION
 
 GIVEN = {"protocol": "base-to-novel", "partition": "disjoint", "clients": 2, "rounds": 3, "lr": 0.05, "seed": 7}
 
@@ -42,13 +46,26 @@ def items_of(classes: int, each: int = 10, domains: tuple[str, ...] = ("all",)) 
     ]  # fmt: skip
 
 
-def pool_of(classes: int, **how):
-    return halved(numbered(items_of(classes, **how)))
+def pool_of(classes: int, **how) -> Pool:
+    return with_novel_classes(numbered(items_of(classes, **how)))
 
 
-def run_of(images, folder, name="fedot", **given):
-    setup = resolve(name, GIVEN | {"data": str(images)} | given)
-    return train.train(setup, train.load_pool(setup), folder)
+def setup_of(images, name="fedot", **given) -> Setup:
+    return resolve(name, GIVEN | {"data": str(images)} | given)
+
+
+def run_of(images, folder, name="fedot", **given) -> RunFolder:
+    setup = setup_of(images, name, **given)
+    return train.train(setup, Pools().load(setup), folder)
+
+
+def prepared(images, name="fedot", **given) -> tuple[Method, Federation]:
+    setup = setup_of(images, name, **given)
+    return train.prepare(setup, Pools().load(setup))
+
+
+def last_of(run: RunFolder) -> RoundRecord:
+    return run.record.finished.last
 
 
 def rows_by_class(federation: Federation) -> np.ndarray:
@@ -68,7 +85,7 @@ def test_classes_are_halved_as_listed(classes, base):
 def test_text_goes_with_its_class():
     whole = numbered(items_of(7))
     text = torch.arange(14.0).view(7, 2)
-    task = halved(replace(whole, task=whole.task._replace(text=text, dim=2))).task
+    task = with_novel_classes(replace(whole, task=whole.task._replace(text=text, dim=2))).task
     assert torch.equal(task.names(), text[:3]) and task.novel and torch.equal(task.novel.names(), text[3:])
 
 
@@ -91,7 +108,7 @@ def test_nobody_holds_a_novel_image(layout):
     domains = ("art", "photo") if layout.partition.startswith(("domain", "pool")) else ("all",)
     items = items_of(11, domains=domains)
     whole = numbered(items)
-    federation, usual = federate(halved(whole), layout, 3), federate(whole, replace(layout, shots=0), 3)
+    federation, usual = federate(with_novel_classes(whole), layout, 3), federate(whole, replace(layout, shots=0), 3)
     held = {items[int(k)].label for k in federation.items}
     assert held == {f"{c:03d}" for c in range(5)} == set(federation.task.classes)
     assert [int(v) for v in federation.data.x[:, 0]] == federation.items.tolist()  # a row is the item it says it is
@@ -101,8 +118,8 @@ def test_nobody_holds_a_novel_image(layout):
     trained = {int(federation.items[r]) for low, high in federation.data.bounds[:, :2] for r in range(low, high)}
     seen = set()
     for half, first in (("base", 0), ("novel", 5)):
-        x, y = federation.data.halves[half]
-        assert [f"{int(c) + first:03d}" for c in y] == [items[int(k)].label for k in x[:, 0]]
+        x, y, aligned = federation.data.extras[half]
+        assert not aligned and [f"{int(c) + first:03d}" for c in y] == [items[int(k)].label for k in x[:, 0]]
         seen |= {int(k) for k in x[:, 0]}
     assert seen == test and not seen & trained
 
@@ -131,9 +148,9 @@ def test_what_cannot_be_halved_says_so():
 def test_data_without_classes_is_refused(tmp_path):
     (tmp_path / "roles.jsonl").write_text('{"role": "a", "text": "' + "to be or not " * 40 + '"}\n')
     data = str(tmp_path / "roles.jsonl")
-    setup = resolve("fedavg-lstm", {"data": data, "protocol": "base-to-novel", "domains": 0})
+    setup = resolve("fedavg", {"on": "lstm", "data": data, "protocol": "base-to-novel", "domains": 0})
     with pytest.raises(FedvlmError, match=r"protocol=base-to-novel is for classes, and data=.* is text"):
-        train.load_pool(setup)
+        Pools().load(setup)
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
@@ -170,19 +187,20 @@ def test_measures_by_hand():
 @pytest.mark.parametrize("partition", ["disjoint", "iid", "dirichlet"])
 def test_zero_shot_by_hand(images, tmp_path, partition):
     """From embeddings and class names alone: base among base names, novel among novel names."""
-    record = run_of(images, tmp_path / "run", "zero-shot", partition=partition).info["result"]["last"]
-    setup = resolve("zero-shot", GIVEN | {"data": str(images), "partition": partition})
-    pool = train.load_pool(setup)
+    record = last_of(run_of(images, tmp_path / "run", "zero-shot", partition=partition))
+    setup = setup_of(images, "zero-shot", partition=partition)
+    pool = Pools().load(setup)
     federation = federate(pool, setup.config, 7)
     text = {"base": pool.task.text, "novel": pool.task.novel.text}
     assert (pool.task.classes, pool.task.novel.classes) == (FIVE[:2], FIVE[2:])
     right = {}
-    for half, (x, y) in federation.data.halves.items():
+    assert federation.data.extras.keys() == {"base", "novel"}
+    for half, (x, y, _) in federation.data.extras.items():
         assert len(y) == 3 * 2 * len(text[half])  # domains × test images × classes
         right[half] = ((x @ text[half].mT).argmax(-1) == y).double()
         assert record[half] == pytest.approx(float(right[half].mean()), abs=1e-6)
     assert record["hm"] == pytest.approx(2 / (1 / record["base"] + 1 / record["novel"]), abs=1e-5)
-    y, local = federation.data.halves["base"][1], []
+    y, local = federation.data.extras["base"].y, []
     for low, high, *_ in federation.data.bounds:
         mine = torch.isin(y, federation.data.y[low:high])
         local += [float(right["base"][mine].mean())] if high > low else []
@@ -196,19 +214,19 @@ def test_zero_shot_by_hand(images, tmp_path, partition):
 def test_own_models_by_hand(images, tmp_path):
     """FedOT, from the rows it left: each client's map on everybody's base test images, then the mean."""
     run = run_of(images, tmp_path / "run", engine="serial")
-    setup = resolve("fedot", GIVEN | {"data": str(images), "engine": "serial"})
-    method, federation = train.prepare(setup, train.load_pool(setup))
-    engine = train.connect(setup, method, federation, run)
+    method, federation = prepared(images, engine="serial")
     state, round = run.load()
-    x, y = federation.data.halves["base"]
+    rows = Rows(state.private, len(federation.names), run.folder / "rows.bin")
+    x, y, _ = federation.data.extras["base"]
     base, local = [], []
     for i, (low, high, *_) in enumerate(federation.data.bounds):
-        params = method.local.personal(engine.rows.read(np.array([i]), round), lift(state.shared))
+        params = method.local.personal(rows.read(np.array([i]), round), with_client_axis(state.shared))
         right = (method.model.logits(params, x[None])[0].argmax(-1) == y).double()
         base.append(float(right.mean()))
         local.append(float(right[torch.isin(y, federation.data.y[low:high])].mean()))
-    shared = (method.model.logits(method.shared(state.shared), x[None])[0].argmax(-1) == y).double().mean()
-    last = run.info["result"]["last"]
+    shared_model = method.shared_model(state.message())
+    shared = (method.model.logits(shared_model, x[None])[0].argmax(-1) == y).double().mean()
+    last = last_of(run)
     assert last["base"] == pytest.approx(np.mean(base), abs=1e-6)
     assert last["local"] == pytest.approx(np.mean(local), abs=1e-6)
     assert last["base_to_novel"]["shared"]["base"] == pytest.approx(float(shared), abs=1e-6)
@@ -217,63 +235,65 @@ def test_own_models_by_hand(images, tmp_path):
 
 
 def test_a_classifier_of_its_own_classes_has_no_novel(images, tmp_path):
-    last = run_of(images, tmp_path / "run", "fedavg").info["result"]["last"]
+    last = last_of(run_of(images, tmp_path / "run", "fedavg"))
     assert last["novel"] is None and last["hm"] is None and last["base"] > 0.5
     assert last["base_to_novel"]["shared"] == last["base_to_novel"]["personal"]
 
 
 def test_what_shares_nothing_has_no_shared_view(images, tmp_path):
-    last = run_of(images, tmp_path / "run", "fedot-all-local").info["result"]["last"]
+    last = last_of(run_of(images, tmp_path / "run", "fedot-all-local"))
     assert set(last["base_to_novel"]) == {"personal"} and last["local"] > last["base"]
 
 
-OPENING = [n for n in parts.names("adapter") if parts.find("adapter", n).learns is CLASSES]
+CLASSIFIERS = [n for n in parts.names("adapter") if parts.find("adapter", n).task_type is CLASSIFICATION]
 
 
-@pytest.mark.parametrize("name", OPENING)
-def test_an_adapter_opens_just_where_no_parameter_is_a_class(name, double):
-    """Who says so answers among names it never saw, as many as they are; who does not has parameters by class."""
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_vocabulary_is_open_just_where_no_parameter_is_a_class(name, double):
+    """An open vocabulary answers among names it never saw, as many as they are; a closed one has parameters by class."""
     task, data = example(name)
-    adapter = parts.find("adapter", name)(**TINY.get(name, {}))
-    few, strange = (task.some(k) for k in (slice(3), slice(3, None)))
+    adapter = small_adapter(name)
+    few, strange = (task.subset(k) for k in (slice(3), slice(3, None)))
     params = adapter.init(few, 1)
     same = {k: v.shape for k, v in params.items()} == {k: v.shape for k, v in adapter.init(task, 1).items()}
-    assert adapter.opens == same, f"adapter={name}: say `opens`, or why not"
-    if adapter.opens:
-        found = adapter.logits(strange, lift(params), data.x[None, :4])
+    assert adapter.open_vocabulary == same, f"adapter={name}: set `open_vocabulary`, or why not"
+    if adapter.open_vocabulary:
+        found = adapter.logits(strange, with_client_axis(params), data.x[None, :4])
         assert found.shape == (1, 4, 2) and found.isfinite().all()
-        assert not torch.equal(found, adapter.logits(few, lift(params), data.x[None, :4])[..., :2])
+        assert not torch.equal(found, adapter.logits(few, with_client_axis(params), data.x[None, :4])[..., :2])
 
 
-def test_class_specific_prompts_do_not_open():
+def test_class_specific_prompts_have_a_closed_vocabulary():
     prompt = parts.find("adapter", "prompt")
-    assert prompt().opens and not prompt(specific=True).opens
+    assert prompt().open_vocabulary and not prompt(specific=True).open_vocabulary
 
 
-@pytest.mark.parametrize("name", ["fedot", "fedclip", "fedclip-perfedavg", "promptfolio"])
-def test_in_processes_as_in_one(images, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "on"), [("fedot", ""), ("fedclip", ""), ("perfedavg", "attention"), ("promptfolio", "")]
+)
+def test_in_processes_as_in_one(images, tmp_path, name, on):
     """Loopback and serial to the bit; several clients side by side to rounding."""
-    short = {"rounds": 1, "epochs": 1} if name == "promptfolio" else {"rounds": 2}
+    short = {"rounds": 1, "epochs": 1} if name == "promptfolio" else {"rounds": 2, "on": on}
     serial, apart = (run_of(images, tmp_path / e, name, engine=e, **short) for e in ("serial", "loopback"))
-    assert told(serial) == told(apart)
+    assert scores(serial) == scores(apart)
     beside = run_of(images, tmp_path / "stacked", name, engine="stacked", chunk=2, **short)
-    for one, other in zip(told(serial), told(beside), strict=True):
+    for one, other in zip(scores(serial), scores(beside), strict=True):
         for view, found in one["base_to_novel"].items():
             assert other["base_to_novel"][view] == pytest.approx(found, abs=0.06)  # one of 18 images may fall otherwise
-    assert told(beside)[0]["base_to_novel"] == told(serial)[0]["base_to_novel"]
+    assert scores(beside)[0]["base_to_novel"] == scores(serial)[0]["base_to_novel"]
 
 
-def test_a_reply_of_another_shape_is_refused(images, tmp_path):
-    setup = resolve("fedclip", GIVEN | {"data": str(images), "engine": "loopback"})
-    method, federation = train.prepare(setup, train.load_pool(setup))
-    engine = train.connect(setup, method, federation, Run(tmp_path))
+def test_what_is_agreed_is_a_number_per_class(images, tmp_path):
+    setup = setup_of(images, "fedclip", engine="loopback")
+    method, federation = train.prepare(setup, Pools().load(setup))
+    for step in ("novel.shared", "novel.personal"):
+        schema = steps.find(step).schema(method, federation.data.extras)
+        assert schema.values == {"base": (2,), "novel": (3,)} and not schema.shared
+    engine = Loopback.open(Job(setup, method, federation, federation.data, tmp_path, print))
     try:
-        for step in ("open.shared", "open.personal"):
-            agreed = engine.expected(step, method.initial)
-            assert {k: shape for k, (shape, _) in agreed.items()} == {"base": (1, 2), "novel": (1, 3)}
-        (tmp_path / "log.txt").touch()
-        ((_, up),) = engine.run("open.shared", np.array([1]), method.initial, 1, 0)
-        assert {k: tuple(v.shape) for k, v in up.items()} == {"base": (1, 2), "novel": (1, 3)}
+        (reply,) = engine.run("novel.shared", np.array([1]), method.init(2).message(), 1, 0)
+        assert {k: tuple(v.shape) for k, v in reply.values.items()} == {"base": (1, 2), "novel": (1, 3)}
+        assert not reply.shared
     finally:
         engine.close()
 
@@ -284,33 +304,33 @@ class Spy:
     def __init__(self, engine, deaf=()):
         self.engine, self.deaf, self.asked = engine, deaf, []
 
-    def run(self, step, ids, down, round, exchange):
+    def run(self, step, ids, message, round, exchange):
         self.asked.append((step, ids.tolist()))
-        yield from self.engine.run(step, np.array([i for i in ids if i not in self.deaf], np.int64), down, round, 0)
+        yield from self.engine.run(step, np.array([i for i in ids if i not in self.deaf], np.int64), message, round, 0)
 
 
 @pytest.mark.parametrize("name", ["fedclip", "fedot"])
 def test_the_shared_model_is_asked_about_once(images, name):
     """Of one client, and of the next where that one is silent; what it costs is counted beside training."""
-    setup = resolve(name, GIVEN | {"data": str(images), "clients": 2, "partition": "iid"})
-    method, federation = train.prepare(setup, train.load_pool(setup))
+    method, federation = prepared(images, name, clients=2, partition="iid")
+    message = method.init(2).message()
     spy = Spy(Stacked(method, federation.data, 2))
     cohort = Cohort(spy, np.arange(2), 1)
-    whole = evaluate(method, federation, cohort, method.initial)
-    own = [("open.personal", [0, 1])] if method.personalises else []
-    assert spy.asked == [("score", [0, 1]), ("open.shared", [0]), *own]
+    whole = evaluate(method, federation, cohort, message)
+    own = [("novel.personal", [0, 1])] if method.has_personal_models else []
+    assert spy.asked == [("score", [0, 1]), ("novel.shared", [0]), *own]
     assert cohort.bytes_down == nbytes(method.initial) * (2 + 1 + 2 * len(own))
-    bare = Cohort(Stacked(method, replace(federation.data, halves={}), 2), np.arange(2), 1)
-    evaluate(method, replace(federation, data=replace(federation.data, halves={})), bare, method.initial)
-    assert cohort.bytes_up == bare.bytes_up + 4 * sum(len(t.classes) for t in method.halves.values()) * (
-        1 + 2 * len(own)
-    )
+    without = replace(method, task=method.task._replace(novel=None))
+    bare = Cohort(Stacked(without, replace(federation.data, extras={}), 2), np.arange(2), 1)
+    evaluate(without, replace(federation, data=replace(federation.data, extras={})), bare, message)
+    numbers = sum(len(t.classes) for t in method.base_and_novel.values())
+    assert cohort.bytes_up == bare.bytes_up + 4 * numbers * (1 + 2 * len(own))
     spy = Spy(Stacked(method, federation.data, 2), deaf=(0,))
-    part = evaluate(method, federation, Cohort(spy, np.arange(2), 1), method.initial)
-    assert spy.asked[1:3] == [("open.shared", [0]), ("open.shared", [1])]
+    part = evaluate(method, federation, Cohort(spy, np.arange(2), 1), message)
+    assert spy.asked[1:3] == [("novel.shared", [0]), ("novel.shared", [1])]
     assert part["base_to_novel"]["shared"] == whole["base_to_novel"]["shared"]
     with pytest.raises(NoQuorum):
-        novel.base_to_novel(method, federation, Cohort(Spy(spy.engine, (0, 1)), np.arange(2), 1), method.initial)
+        novel.base_to_novel(method, federation, Cohort(Spy(spy.engine, (0, 1)), np.arange(2), 1), message)
 
 
 def test_training_costs_what_it_always_did(images, tmp_path):
@@ -321,19 +341,18 @@ def test_training_costs_what_it_always_did(images, tmp_path):
 def test_who_is_held_out_has_no_say(images, tmp_path):
     """Domains as clients; the held-out one trains nothing, and its own model is nobody's."""
     run = run_of(images, tmp_path / "run", partition="domain", unseen="noto")
-    last = run.info["result"]["last"]
-    setup = resolve("fedot", GIVEN | {"data": str(images), "partition": "domain", "unseen": "noto"})
-    method, federation = train.prepare(setup, train.load_pool(setup))
+    last = last_of(run)
+    method, federation = prepared(images, partition="domain", unseen="noto")
     spy = Spy(Stacked(method, federation.data, 2))
-    novel.base_to_novel(method, federation, Cohort(spy, np.arange(3), 1), method.initial)
-    assert spy.asked[1] == ("open.personal", [1, 2]) and federation.names[0] == "noto"
+    novel.base_to_novel(method, federation, Cohort(spy, np.arange(3), 1), method.init(3).message())
+    assert spy.asked[1] == ("novel.personal", [1, 2]) and federation.names[0] == "noto"
     assert last["G"] is not None and last["local"] == last["base"]  # both domains have both base classes
 
 
 @pytest.mark.parametrize("engine", ["serial", "loopback"])
 def test_stopped_and_resumed_it_says_the_same(images, tmp_path, engine, monkeypatch):
     whole = run_of(images, tmp_path / "whole", "fedclip", engine=engine)
-    inner, saves = Run.save, []
+    inner, saves = RunFolder.save, []
 
     class Stop(Exception):
         pass
@@ -345,23 +364,23 @@ def test_stopped_and_resumed_it_says_the_same(images, tmp_path, engine, monkeypa
             raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "save", stopping)
+        patch.setattr(RunFolder, "save", stopping)
         with pytest.raises(Stop):
             run_of(images, tmp_path / "cut", "fedclip", engine=engine)
-    assert saves == [0, 1] and not Run(tmp_path / "cut").done
+    assert saves == [0, 1] and not RunFolder(tmp_path / "cut").done
     assert main(["resume", str(tmp_path / "cut")]) == 0
-    assert told(Run(tmp_path / "cut")) == told(whole) and told(whole)[-1]["novel"] is not None
-    assert Run(tmp_path / "cut").info["result"]["last"]["hm"] == whole.info["result"]["last"]["hm"]
+    assert scores(RunFolder(tmp_path / "cut")) == scores(whole) and scores(whole)[-1]["novel"] is not None
+    assert last_of(RunFolder(tmp_path / "cut"))["hm"] == last_of(whole)["hm"]
 
 
 def test_it_is_another_run_than_without(images, tmp_path):
     run_of(images, tmp_path / "run", "fedavg")
     with pytest.raises(FedvlmError, match=r"holds another run \(it differs in protocol\)"):
         run_of(images, tmp_path / "run", "fedavg", protocol="one")
-    here, there = (resolve("fedavg", GIVEN | {"data": str(images), "protocol": p}) for p in ("base-to-novel", "one"))
-    assert train.place(here, train.load_pool(here)) != train.place(there, train.load_pool(there))
-    info = Run(tmp_path / "run").info
-    assert tuple(info["data"]["classes"]) == FIVE[:2] and tuple(info["data"]["novel"]) == FIVE[2:]
+    here, there = (setup_of(images, "fedavg", protocol=p) for p in ("base-to-novel", "one"))
+    assert planning.place(here, Pools().load(here)) != planning.place(there, Pools().load(there))
+    data = RunFolder(tmp_path / "run").record.data
+    assert tuple(data.classes) == FIVE[:2] and tuple(data.novel) == FIVE[2:]
 
 
 @pytest.fixture(scope="module")
@@ -384,13 +403,13 @@ def test_bench_prints_the_four_columns(bench, capsys):
 
 
 def test_files_have_them_too(bench):
-    found = [Run(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
+    found = [RunFolder(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
     assert len(found) == 6
     with (bench / "t.csv").open() as file:
         rows = {r["method"]: r for r in csv.DictReader(file)}
     assert list(rows["fedclip"])[:5] == ["method", *MEASURES] and rows["fedavg"]["novel"] == ""
     for m in MEASURES:
-        values = [100 * r.info["result"]["last"][m] for r in found if r.info["method"] == "fedclip"]
+        values = [100 * last_of(r)[m] for r in found if r.record.method.name == "fedclip"]
         assert float(rows["fedclip"][m]) == pytest.approx(np.mean(values))
         assert float(rows["fedclip"][f"{m}_std"]) == pytest.approx(np.std(values, ddof=1))
     tex = (bench / "t.tex").read_text()
@@ -398,10 +417,11 @@ def test_files_have_them_too(bench):
 
 
 def test_the_page_draws_them_by_round(bench, tmp_path):
-    found = [Run(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
+    found = [RunFolder(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
     line = next(x for x in gather(found, LIGHT) if x.label == "fedclip")
     for m in MEASURES:
-        by_round = np.mean([[100 * r[m] for r in run.rounds()] for run in found if run.info["method"] == "fedclip"], 0)
+        fedclip = [run for run in found if run.record.method.name == "fedclip"]
+        by_round = np.mean([[100 * r[m] for r in run.rounds()] for run in fedclip], 0)
         assert line.over(m)[0] == pytest.approx(by_round)
     page(found, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
@@ -413,8 +433,8 @@ def test_the_page_draws_them_by_round(bench, tmp_path):
 def test_both_protocols_in_one_table(bench, images, tmp_path):
     """Side by side, each with its own columns, and a method's two rows told apart."""
     setup = resolve("fedclip", {"data": str(images), "unseen": "noto", "rounds": 1})
-    usual = train.train(setup, train.load_pool(setup), tmp_path / "usual")
-    found = [Run(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))]
+    usual = train.train(setup, Pools().load(setup), tmp_path / "usual")
+    found = [RunFolder(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))]
     table = summarise([usual, *found])
     assert table.columns[1:8] == ["G", "P", "C", *MEASURES]
     one, other = sorted(table.rows, key=lambda r: "base-to-novel" in r["method"])
@@ -422,12 +442,15 @@ def test_both_protocols_in_one_table(bench, images, tmp_path):
     assert "protocol=base-to-novel" in other["method"] and "protocol" not in one["method"]
 
 
-def test_published_numbers_stand_beside(bench, monkeypatch):
-    from fedvlm.report import tables
-
+def test_published_numbers_stand_beside(bench, tmp_path):
     numbers = {"local": 80.0, "base": 79.5, "novel": 82.0, "hm": 80.7, "G": 1.0, "source": "a table"}
-    monkeypatch.setattr(tables, "paper_numbers", lambda info: numbers)
-    table = summarise([Run(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))])
+    found = []
+    for path in sorted((bench / "runs").glob("fedclip*")):
+        shutil.copytree(path, tmp_path / path.name)
+        found.append(RunFolder(tmp_path / path.name))
+        record = replace(found[-1].record, published=numbers)
+        (tmp_path / path.name / "run.json").write_text(record.to_json())
+    table = summarise(found)
     assert table.rows[0]["paper local/base/novel/hm"] == "80.00 / 79.50 / 82.00 / 80.70"
     assert "paper G/P/C" not in table.columns
 
@@ -462,7 +485,7 @@ def test_splits_are_those_of_every_protocol():
     whole = numbered(items)
     for seed in (0, 1):
         found = []
-        for pool in (whole, halved(whole)):
+        for pool in (whole, with_novel_classes(whole)):
             federation = federate(pool, Layout("iid", clients=1), seed)
             low, *ends = federation.data.bounds[0]
             parts_of = dict(zip(SPLITS, np.split(federation.items, [e - low for e in ends[:-1]]), strict=True))
@@ -475,4 +498,4 @@ def test_methods_without_the_protocol_answer_nothing():
     method = Method.build(
         parts.find("adapter", "none")(), parts.find("local", "sgd")(), parts.find("merge", "mean")(), task
     )
-    assert method.halves == {} and not data.halves
+    assert method.base_and_novel == {} and not data.extras

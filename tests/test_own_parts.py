@@ -305,3 +305,30 @@ def test_a_file_that_is_no_part_is_answered(code, says, images, tmp_path, capsys
     (tmp_path / "odd.py").write_text(code)
     assert main(["run", "fedavg", f"adapter={tmp_path / 'odd.py'}", f"data={images}", f"out={tmp_path / 'r'}"]) == 1
     assert says in capsys.readouterr().err
+
+
+def test_a_recipe_finds_the_parts_beside_it(ideas, images, tmp_path, monkeypatch):
+    (ideas / "mine.yaml").write_text("like: fedavg\nadapter: shift.py\nsettings: {rounds: 1}\n")
+    monkeypatch.chdir(tmp_path)
+    assert fedvlm.run(str(ideas / "mine.yaml"), data=images, unseen="noto", out=tmp_path / "run").done
+
+
+def test_metrics_have_keys_and_names_of_their_own(ideas, images, tmp_path):
+    run = fedvlm.run("zero-shot", data=images, metrics="ece", **{"ece.bins": 5}, out=tmp_path / "run")
+    assert run.record.metrics[0].settings == {"bins": 5}
+    for wrong, says in (("auroc", "recorded in any case"), ("calibration.py,../ideas/calibration.py", "two metrics")):
+        with pytest.raises(FedvlmError, match=says):
+            fedvlm.run("zero-shot", data=images, metrics=wrong)
+    from fedvlm.config import RECORDED
+    from fedvlm.method import METRICS
+
+    assert set(RECORDED) == set(METRICS)
+
+
+def test_a_script_needs_no_main_guard(images, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys, fedvlm\nprint('begins')\n"
+        f"fedvlm.bench(['zero-shot'], data={str(images)!r}, seeds=[1, 2], jobs=2, unseen='noto', out={str(tmp_path)!r})\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("begins") == 1, done.stderr

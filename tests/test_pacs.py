@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.folder import Run
+from fedvlm.folder import RunFolder
 
 PACS = Path(__file__).parent.parent.parent / "shared" / "data" / "pacs"
 CARD = {
@@ -29,9 +29,9 @@ def test_zero_shot_agrees_with_the_model_card_and_training_beats_it(tmp_path):
             (folder / image.name).symlink_to(image)
     words = [f"data={tmp_path / 'pacs'}", "unseen=sketch"]
     assert main(["run", "zero-shot", *words, "split=1,0,0", f"out={tmp_path / 'zero'}"]) == 0
-    clients = Run(tmp_path / "zero").info["result"]["last"]["clients"]
+    clients = RunFolder(tmp_path / "zero").record.finished.last["clients"]
     for domain, expected in CARD.items():
         assert clients[domain]["shared"]["train"] == pytest.approx(expected, abs=0.14), domain
     assert main(["run", "fedot", *words, "rounds=10", f"out={tmp_path / 'fedot'}"]) == 0
-    first, *_, last = Run(tmp_path / "fedot").rounds()
+    first, *_, last = RunFolder(tmp_path / "fedot").rounds()
     assert last["P"] > first["P"] + 0.05

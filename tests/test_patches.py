@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import example, patched, random_data
+from helpers import close, example, patched, play, random_data
 from PIL import Image
-from test_contract import close, play
 from torch.nn import functional as F
 
 from fedvlm import train, transport
@@ -21,15 +20,18 @@ from fedvlm.adapters.lapt import Lapt
 from fedvlm.adapters.prompt import Prompt
 from fedvlm.adapters.transported import Transported
 from fedvlm.backbones import load
-from fedvlm.backbones.base import form
+from fedvlm.backbones.base import view_format
 from fedvlm.config import resolve
-from fedvlm.core import Batch, FedvlmError, lift
+from fedvlm.core import Batch, with_client_axis
+from fedvlm.data.pool import Pools
 from fedvlm.data.source import open_source
 from fedvlm.data.store import features
+from fedvlm.errors import FedvlmError
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
-from fedvlm.use import Predictor
+from fedvlm.metrics.detection import scores_of
+from fedvlm.predictor import Predictor
 
 WORDS = Prompt(context=2)
 RULE = Sgd(lr=0.05, batch=4, epochs=2, momentum=0.5)
@@ -42,7 +44,7 @@ def moved(params, by=0.3):
 
 
 def trained(adapter, task, data):
-    return play(Method.build(adapter, RULE, Mean(), task, seed=5), data, 6)[0].shared
+    return play(Method.build(adapter, RULE, Mean(), task, seed=5), data, 6).state.shared
 
 
 def seen(name):
@@ -58,7 +60,7 @@ def test_patches_are_the_towers_tokens_and_row_0_the_embedding():
     clip, rng = load("mini-clip"), np.random.default_rng(3)
     shown = [Image.fromarray(rng.integers(0, 256, (40 + 9 * i, 50, 3), dtype=np.uint8)) for i in range(3)]
     found = clip.encode(shown, "patches")
-    assert found.shape == (3, *form(clip, "patches").shape) == (3, 65, 256) and found.dtype == torch.float16
+    assert found.shape == (3, *view_format(clip, "patches").shape) == (3, 65, 256) and found.dtype == torch.float16
     torch.testing.assert_close(found[:, 0].float(), clip.images(shown), atol=1e-3, rtol=0)
     tower, head = clip.model.vision_model, clip.model.visual_projection
     with torch.no_grad():
@@ -71,10 +73,10 @@ def test_patches_are_the_towers_tokens_and_row_0_the_embedding():
 def test_patches_are_stored_as_halves(images):
     source, clip = open_source(str(images)), load("mini-clip")
     source = replace(source, items=source.items[:5])
-    first, again = (features(source, clip, seen="patches")[0] for _ in range(2))
+    first, again = (features(source, clip, view="patches")[0] for _ in range(2))
     assert first.shape == (5, 65, 256) and first.dtype == torch.float16 and torch.equal(first, again)
     with pytest.raises(FedvlmError, match="patches"):
-        form(load("pixels:8"), "patches")
+        view_format(load("pixels:8"), "patches")
 
 
 # FedOTP
@@ -83,7 +85,7 @@ def test_patches_are_stored_as_halves(images):
 def test_one_patch_over_and_over_is_the_mean_of_two_prompts(double):
     """Nothing is left to transport: both prompts get the same of every patch, and γ is all that stays."""
     task, x, _ = seen("transported")
-    params = lift(moved(Transported(context=2).init(task, 3)))
+    params = with_client_axis(moved(Transported(context=2).init(task, 3)))
     alike = x[:, :, 1:2].expand(-1, -1, 7, -1)
     found = Transported(context=2, mass=0.6).logits(task, params, alike)
     shared, own = (WORDS.logits(task, {"context": params[k]}, alike[:, :, 0]) for k in ("context", "own"))
@@ -94,7 +96,7 @@ def test_transport_is_one_problem_an_image_and_class_however_many_at_a_time(doub
     """Two clients, of which only the own context differs; a newcomer's own is the shared one."""
     task, x, _ = seen("transported")
     adapter = Transported(context=2)
-    params = lift(moved(adapter.init(task, 3), by=1.0))
+    params = with_client_axis(moved(adapter.init(task, 3), by=1.0))
     assert (params["own"] - params["context"]).abs().max() > 0.1
     params["own"] = torch.cat([params["own"], params["own"] + 0.5])
     x = torch.cat([x, x.flip(1)])
@@ -104,9 +106,9 @@ def test_transport_is_one_problem_an_image_and_class_however_many_at_a_time(doub
         cosines = x[k, n, 1:] @ text[k, :, c].T
         expected = task.scale * (transport.unbalanced(1 - cosines) * cosines).sum()
         torch.testing.assert_close(found[k, n, c], expected)
-    monkeypatch.setattr(transported, "ROOM", 1)
+    monkeypatch.setattr(transported, "CHUNK", 1)
     torch.testing.assert_close(adapter.logits(task, params, x), found)
-    assert adapter.public(params)["own"] is params["context"]
+    assert adapter.shared_only(params)["own"] is params["context"]
     with pytest.raises(FedvlmError, match=r"mass=1\.5"):
         Transported(mass=1.5)
 
@@ -114,7 +116,7 @@ def test_transport_is_one_problem_an_image_and_class_however_many_at_a_time(doub
 def test_a_patch_that_fits_no_prompt_does_not_count(double):
     task, x, _ = seen("transported")
     adapter = Transported(context=2)
-    params = lift(adapter.init(task, 3))
+    params = with_client_axis(adapter.init(task, 3))
     far = -F.normalize(adapter.prompts(task, params).sum((1, 2)), dim=-1)  # opposite to all of them
     one, other = x.clone(), x.clone()
     one[:, :, 3], other[:, :, 3] = far, F.normalize(far + 0.1 * x[0, 0, 1], dim=-1)
@@ -141,9 +143,9 @@ def test_background_is_chosen_by_rank():
     logits = torch.cat([torch.zeros(1, 5), patches])[None, None]
     for rank in (1, 2, 3, 4, 5):
         entropies = torch.distributions.Categorical(logits=patches[rank:]).entropy() if rank < 5 else torch.zeros(1)
-        count, sum = Background(rank=rank).background(logits, torch.tensor([[2]]))
+        count, sum = Background(rank=rank).background_entropy(logits, torch.tensor([[2]]))
         assert count.item() == 5 - rank and sum.item() == pytest.approx(entropies.sum().item(), rel=1e-5)
-    assert Background().background(logits, torch.tensor([[2]]))[0].item() == 4  # a fifth of five
+    assert Background().background_entropy(logits, torch.tensor([[2]]))[0].item() == 4  # a fifth of five
 
 
 def test_background_loss_by_brute_force(double):
@@ -176,11 +178,11 @@ def test_background_loss_by_brute_force(double):
 
 def test_gl_mcm_adds_the_surest_patch(double):
     task, x, _ = seen("background")
-    params = lift(moved(Background(context=2).init(task, 3)))
-    plain, both = (Background(context=2, patchwise=p).inside(task, params, x) for p in (False, True))
-    surest = torch.stack([WORDS.inside(task, params, x[:, :, p])["mcm"] for p in range(1, 7)]).amax(0)
+    params = with_client_axis(moved(Background(context=2).init(task, 3)))
+    plain, both = (Background(context=2, patchwise=p).detection_scores(task, params, x) for p in (False, True))
+    surest = torch.stack([scores_of(WORDS.logits(task, params, x[:, :, p]))["mcm"] for p in range(1, 7)]).amax(0)
     torch.testing.assert_close(both["mcm"], plain["mcm"] + surest)
-    torch.testing.assert_close(plain["mcm"], WORDS.inside(task, params, x[:, :, 0])["mcm"])
+    torch.testing.assert_close(plain["mcm"], scores_of(WORDS.logits(task, params, x[:, :, 0]))["mcm"])
     assert all(torch.equal(both[k], plain[k]) for k in ("energy", "max-logit"))
 
 
@@ -197,10 +199,11 @@ def test_one_global_prompt_is_promptfl(double):
 def test_local_prompts_read_their_own_number_of_patches(double):
     task, x, _ = seen("gallop")
     adapter = Gallop(context=2, wholes=2, details=3, nearest=3)  # 3 and 6 patches, and 9, of which there are 6
-    params = lift(moved(adapter.init(task, 3)))
+    params = with_client_axis(moved(adapter.init(task, 3)))
     found = adapter.logits(task, params, x)
     text = {
-        k: [WORDS.classes(task, {"context": one})[0] for one in params[k][0][:, None]] for k in ("context", "detail")
+        k: [WORDS.class_vectors(task, {"context": one})[0] for one in params[k][0][:, None]]
+        for k in ("context", "detail")
     }
     for n in (0, 5):
         whole = torch.stack([t @ x[0, n, 0] for t in text["context"]]).mean(0)
@@ -225,27 +228,29 @@ def batch_at(step, examples=50):
 
 def test_prompt_dropout_is_drawn_by_place():
     adapter = Gallop(wholes=4, drop=0.75)
-    kept = adapter.kept(batch_at(3))
+    kept = adapter.prompt_weights(batch_at(3))
     assert torch.equal(kept.sum(1), torch.ones(50)) and torch.equal((kept > 0).sum(1), torch.ones(50, dtype=torch.long))
-    assert torch.equal(kept, adapter.kept(batch_at(3))) and not torch.equal(kept, adapter.kept(batch_at(4)))
+    assert torch.equal(kept, adapter.prompt_weights(batch_at(3))) and not torch.equal(
+        kept, adapter.prompt_weights(batch_at(4))
+    )
     assert (kept.sum(0) > 4).all()  # everybody's turn comes
-    assert torch.equal(Gallop(wholes=4, drop=0.5).kept(batch_at(3)).unique(), torch.tensor([0, 0.5]))
-    assert torch.equal(Gallop(wholes=4, drop=0.0).kept(batch_at(3)), torch.full((50, 4), 0.25))
+    assert torch.equal(Gallop(wholes=4, drop=0.5).prompt_weights(batch_at(3)).unique(), torch.tensor([0, 0.5]))
+    assert torch.equal(Gallop(wholes=4, drop=0.0).prompt_weights(batch_at(3)), torch.full((50, 4), 0.25))
 
 
 def test_what_is_dropped_learns_nothing_and_losses_add_up(double):
     task, x, y = seen("gallop")
     adapter = Gallop(context=2, wholes=3, details=2, nearest=2, drop=0.7)
-    params = {k: v.requires_grad_() for k, v in lift(moved(adapter.init(task, 3))).items()}
+    params = {k: v.requires_grad_() for k, v in with_client_axis(moved(adapter.init(task, 3))).items()}
     batch = Batch(x[:, :1], y[:, :1], torch.ones(1, 1), step=2)
-    logits = adapter.training(task, params, batch)
+    logits = adapter.train_logits(task, params, batch)
     assert logits.shape == (1, 1, 3, 5)
     loss = adapter.loss("cross-entropy", logits, batch)
     expected = torch.stack([F.cross_entropy(logits[0, :, r], y[0, :1]) for r in range(3)]).sum()
     torch.testing.assert_close(loss[0], expected)
     torch.testing.assert_close(adapter.losses(logits, batch.y)[:, 0], loss)
     (slope,) = torch.autograd.grad(loss, params["context"])
-    assert torch.equal(slope[0].flatten(1).norm(dim=1) > 0, adapter.kept(batch)[0] > 0)
+    assert torch.equal(slope[0].flatten(1).norm(dim=1) > 0, adapter.prompt_weights(batch)[0] > 0)
     with pytest.raises(FedvlmError, match="drop=2"):
         Gallop(drop=2)
 
@@ -255,7 +260,7 @@ def test_what_is_dropped_learns_nothing_and_losses_add_up(double):
 
 def test_without_its_network_conditional_is_promptfl(double):
     task, data = example("conditional")
-    params, x = lift(Conditional(context=2).init(task, 3)), data.x[None, :6]
+    params, x = with_client_axis(Conditional(context=2).init(task, 3)), data.x[None, :6]
     silent = params | {k: torch.zeros_like(params[k]) for k in ("b", "b0")}
     torch.testing.assert_close(Conditional(context=2).logits(task, silent, x), WORDS.logits(task, params, x))
 
@@ -272,15 +277,17 @@ def test_every_image_has_a_prompt_of_its_own(specific, double):
     shift = net(x).detach()
     assert (shift - shift[0]).abs().max() > 0.1
     one = [
-        WORDS.logits(task, lift({"context": params["context"] + s}), h[None, None])
+        WORDS.logits(task, with_client_axis({"context": params["context"] + s}), h[None, None])
         for s, h in zip(shift, x, strict=True)
     ]
-    torch.testing.assert_close(adapter.logits(task, lift(params), x[None]), torch.cat(one, 1))
+    torch.testing.assert_close(adapter.logits(task, with_client_axis(params), x[None]), torch.cat(one, 1))
     real = torch.tensor([[1.0, 1, 1, 1, 0, 0]]) / 4
     batch = Batch(x[None], data.y[None, :6], real)
-    alike = adapter.both(task, lift(params), batch)[1]
+    alike = adapter.logits_and_aligned(task, with_client_axis(params), batch)[1]
     few = Batch(x[None, :4], data.y[None, :4], real[:, :4])
-    torch.testing.assert_close(alike, adapter.both(task, lift(params), few)[1])  # padding counts nothing
+    torch.testing.assert_close(
+        alike, adapter.logits_and_aligned(task, with_client_axis(params), few)[1]
+    )  # padding counts nothing
 
 
 # LAPT
@@ -289,12 +296,14 @@ def test_every_image_has_a_prompt_of_its_own(specific, double):
 def test_lapt_by_brute_force(double):
     task, data = example("lapt")
     adapter = Lapt(context=2, count=3, mixing=0.6)
-    params = lift(moved(adapter.init(task, 3)))
+    params = with_client_axis(moved(adapter.init(task, 3)))
     x, y = data.x[None, :6], data.y[None, :6]
     batch = Batch(x, y, torch.full((1, 6), 1 / 6), step=4)
     outer = task._replace(classes=task.nouns[:3])
-    text = torch.cat([WORDS.classes(task, params), WORDS.classes(outer, {"context": params["negatives"]})], 1)[0]
-    logits = adapter.training(task, params, batch)
+    text = torch.cat(
+        [WORDS.class_vectors(task, params), WORDS.class_vectors(outer, {"context": params["negatives"]})], 1
+    )[0]
+    logits = adapter.train_logits(task, params, batch)
     torch.testing.assert_close(logits[:, :, 0], task.scale * x @ text.T)
     names = task.names().double()[y]
     for part in np.linspace(0, 0.5, 2001):  # the mixture is one on the way from the name to half of the image
@@ -309,7 +318,7 @@ def test_lapt_by_brute_force(double):
     torch.testing.assert_close(adapter.losses(logits, y).mean(), image + 0.6 * mixture)
     torch.testing.assert_close(adapter.logits(task, params, x), WORDS.logits(task, params, x))  # no noun is an answer
     chance = (task.scale * x @ text.T).softmax(-1)[..., :5].sum(-1)
-    torch.testing.assert_close(adapter.inside(task, params, x)["mcm"].sigmoid(), chance)
+    torch.testing.assert_close(adapter.detection_scores(task, params, x)["mcm"].sigmoid(), chance)
     with pytest.raises(FedvlmError, match="count=9"):
         Lapt(count=9).init(task, 3)
 
@@ -321,7 +330,7 @@ def test_lapt_by_brute_force(double):
 def test_images_alone_are_the_features_kept(adapter, double):
     """A run writes features down: one vector an image, not all its patches."""
     task, x, _ = seen("background")
-    assert torch.equal(adapter.features(task, lift(adapter.init(task, 3)), x.half()), x[:, :, 0])
+    assert torch.equal(adapter.features(task, with_client_axis(adapter.init(task, 3)), x.half()), x[:, :, 0])
 
 
 @pytest.mark.parametrize("name", ["fedotp", "fedlocoop", "fedgallop", "cocoop", "fedlapt"])
@@ -336,7 +345,7 @@ def test_recipes_learn_on_real_images(name, images, tmp_path):
     }
     given |= {"fedgallop": {"wholes": 2, "details": 2}, "fedlapt": {"count": 5, "candidates": 40}}.get(name, {})
     setup = resolve(name, given | {"domains": 2})
-    pool = train.load_pool(setup)
+    pool = Pools().load(setup)
     run = train.train(setup, pool, tmp_path / "run")
     start, *_, last = run.rounds()
     assert last["personal"]["train_loss"] < start["personal"]["train_loss"] and 0 <= last["auroc"] <= 1

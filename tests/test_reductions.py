@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import example, random_data, random_task
-from test_contract import ABLE, build, close, play
+from helpers import ABLE, build, close, example, play, random_data, random_task
 from torch.nn import functional as F
 
 from fedvlm.adapters.head import Head
 from fedvlm.adapters.portfolio import Portfolio
 from fedvlm.adapters.prompt import Prompt
 from fedvlm.adapters.rotation import Rotation
-from fedvlm.core import Cohort, Data, FedvlmError
+from fedvlm.core import Cohort, Data, Message
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError
 from fedvlm.local.ditto import Ditto
 from fedvlm.local.prox import Prox
 from fedvlm.local.sgd import Sgd
@@ -32,11 +32,11 @@ def make(adapter=None, local=None, merge=None):
 
 
 @pytest.mark.parametrize("adapter", ["head", "attention", "rotation", "linear", "mlp"])
-def test_prox_without_pull_is_sgd(adapter):
+def test_prox_with_mu_0_is_sgd(adapter):
     data = random_data(random_task())
     close(
-        play(build(adapter, "prox", "mean", mu=0.0), data, 6)[0].shared,
-        play(build(adapter, "sgd", "mean"), data, 6)[0].shared,
+        play(build(adapter, "prox", "mean", mu=0.0), data, 6).state.shared,
+        play(build(adapter, "sgd", "mean"), data, 6).state.shared,
     )
 
 
@@ -44,26 +44,27 @@ def test_prox_without_pull_is_sgd(adapter):
 def test_ditto_shares_what_sgd_shares(adapter):
     data = random_data(random_task())
     close(
-        play(build(adapter, "ditto", "mean"), data, 6)[0].shared, play(build(adapter, "sgd", "mean"), data, 6)[0].shared
+        play(build(adapter, "ditto", "mean"), data, 6).state.shared,
+        play(build(adapter, "sgd", "mean"), data, 6).state.shared,
     )
 
 
-def test_ditto_untied_is_training_alone():
+def test_ditto_without_its_penalty_is_training_alone():
     data = random_data(random_task())
-    rows = play(make(local=Ditto(lr=0.1, batch=4, strength=0.0)), data, 6)[1]
-    alone = play(make(Head(private=("head",))), data, 6)[1]
+    rows = play(make(local=Ditto(lr=0.1, batch=4, strength=0.0)), data, 6).rows
+    alone = play(make(Head(private=("head",))), data, 6).rows
     close({"head": rows["personal.head"][:5]}, {"head": alone["head"][:5]})
 
 
-def test_ditto_tied_hard_is_the_shared_model():
+def test_ditto_with_a_large_penalty_stays_near_the_shared_model():
     data = random_data(random_task())
-    _, rows, *_ = play(make(local=Ditto(lr=0.01, batch=4, strength=90.0, epochs=3)), data, 6, rounds=1)
-    loose = play(make(local=Ditto(lr=0.01, batch=4, strength=0.0, epochs=3)), data, 6, rounds=1)[1]
+    strong = play(make(local=Ditto(lr=0.01, batch=4, strength=90.0, epochs=3)), data, 6, rounds=1).rows
+    none = play(make(local=Ditto(lr=0.01, batch=4, strength=0.0, epochs=3)), data, 6, rounds=1).rows
     start = random_task().names()
-    assert (rows["personal.head"][:5] - start).norm() < 0.2 * (loose["personal.head"][:5] - start).norm()
+    assert (strong["personal.head"][:5] - start).norm() < 0.2 * (none["personal.head"][:5] - start).norm()
 
 
-def test_one_block_is_dense_and_many_are_blocks():
+def test_rotation_blocks_are_a_block_diagonal_dense_rotation():
     data = random_data(random_task())
     dense, blocked = Rotation(), Rotation(blocks=4)
     state, rows, *_ = play(make(blocked), data, 6)
@@ -75,28 +76,29 @@ def test_one_block_is_dense_and_many_are_blocks():
     torch.testing.assert_close(a, b)
 
 
-def test_equal_sizes_make_size_and_uniform_alike():
+def test_with_equal_sizes_weights_size_and_uniform_agree():
     data = random_data(random_task(), sizes=((12, 2, 2),) * 4)
     ids = np.arange(4)
     close(
-        play(make(), data, 4, ids=ids)[0].shared, play(make(merge=Mean(weights="uniform")), data, 4, ids=ids)[0].shared
+        play(make(), data, 4, ids=ids).state.shared,
+        play(make(merge=Mean(weights="uniform")), data, 4, ids=ids).state.shared,
     )
 
 
-def test_unequal_sizes_do_not():
+def test_with_unequal_sizes_weights_size_and_uniform_differ():
     data = random_data(random_task())
-    a, b = (play(make(merge=Mean(weights=w)), data, 6)[0].shared["head"] for w in ("size", "uniform"))
+    a, b = (play(make(merge=Mean(weights=w)), data, 6).state.shared["head"] for w in ("size", "uniform"))
     assert (a - b).abs().max() > 1e-4
 
 
 def test_one_full_step_by_size_is_gradient_descent_on_all_data():
-    """FedSGD: with one full batch a round, averaging by size is a step on the pooled loss."""
+    """FedSGD: with one full batch per round, averaging by size is a step on the loss of all examples together."""
     data, task = random_data(random_task()), random_task()
-    shared = play(make(local=Sgd(lr=0.5, batch=1000)), data, 6, rounds=1)[0].shared["head"]
+    shared = play(make(local=Sgd(lr=0.5, batch=1000)), data, 6, rounds=1).state.shared["head"]
     rows = torch.cat([torch.arange(*data.bounds[i, :2]) for i in ABLE])
     head = task.names().clone().requires_grad_()
-    (slope,) = torch.autograd.grad(F.cross_entropy(task.scale * data.x[rows] @ head.T, data.y[rows]), head)
-    torch.testing.assert_close(shared, (head - 0.5 * slope).detach())
+    (gradient,) = torch.autograd.grad(F.cross_entropy(task.scale * data.x[rows] @ head.T, data.y[rows]), head)
+    torch.testing.assert_close(shared, (head - 0.5 * gradient).detach())
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam", "adamw"])
@@ -106,32 +108,32 @@ def test_one_client_is_plain_training(optimiser):
     data = random_data(task, sizes=((22, 3, 3),))
     rule = Sgd(lr=0.05, batch=5, epochs=2, optimiser=optimiser, momentum=0.9 * (optimiser == "sgd"), weight_decay=0.02)
     method = make(local=rule)
-    state = play(method, data, 1, rounds=2, ids=np.array([0]))[0]
+    state = play(method, data, 1, rounds=2, ids=np.array([0])).state
     head = torch.nn.Linear(task.dim, len(task.classes), bias=False)
     head.weight.data.copy_(task.names())
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     for round in (1, 2):
         options = {"momentum": 0.9} if optimiser == "sgd" else {}
-        walk = kinds[optimiser](head.parameters(), lr=0.05, weight_decay=0.02, **options)
+        reference = kinds[optimiser](head.parameters(), lr=0.05, weight_decay=0.02, **options)
         now = replace(data, round=round)
         for batch in now.batches(5, 2):
             real = batch.weight[0] > 0
-            walk.zero_grad()
+            reference.zero_grad()
             F.cross_entropy(task.scale * head(batch.x[0][real]), batch.y[0][real]).backward()
-            walk.step()
+            reference.step()
     torch.testing.assert_close(state.shared["head"], head.weight.data)
 
 
 def test_momentum_does_not_leak_between_clients_or_rounds():
-    """Two clients with the same data and the same draw of batches end alike, whoever trains first."""
+    """Two clients with the same data and the same batches end with the same model, whichever trains first."""
     task = random_task()
     one = random_data(task, sizes=((9, 1, 1),))
     twice = Data(one.x, one.y, np.repeat(one.bounds, 2, 0), np.array([0, 0]), one.seed, 0, one.rounds)
     method = make(local=Sgd(lr=0.1, batch=3, momentum=0.9))
     for chunk in (1, 2):
         engine = Stacked(method, twice, chunk)
-        _, up = Cohort(engine, np.array([0, 1]), 1).ask("train", method.initial)
-        assert torch.equal(up["head"][0], up["head"][1])
+        trained = Cohort(engine, np.array([0, 1]), 1).ask("train", Message(method.initial)).shared
+        assert torch.equal(trained["head"][0], trained["head"][1])
 
 
 def test_cosine_schedule_reaches_zero():
@@ -145,24 +147,24 @@ def test_cosine_schedule_reaches_zero():
 def test_local_only_is_each_client_by_itself():
     data = random_data(random_task())
     method = make(Head(private=("head",)))
-    rows = play(method, data, 6)[1]["head"]
+    rows = play(method, data, 6).rows["head"]
     for i in (0, 3):
-        alone = play(method, data, 1, ids=np.array([i]))[1]["head"]
+        alone = play(method, data, 1, ids=np.array([i])).rows["head"]
         torch.testing.assert_close(rows[i], alone[i])
 
 
-def test_prox_pulls_by_mu_times_the_distance():
-    """The gradient of the proximal term is μ(w − w_g): neither detached nor without its square."""
+def test_the_proximal_term_and_its_gradient():
+    """μ/2 ‖w − w_g‖², with gradient μ(w − w_g): neither detached nor without its square."""
     task = random_task()
     data = random_data(task, sizes=((4, 1, 1),))
     batch = next(iter(data.batches(4)))
-    anchor = {"head": task.names()[None]}
+    message = Message({"head": task.names()})
     now = {"head": task.names()[None] + 0.3}
     model = make().model
-    loss, (plain,) = Sgd().slopes(model, anchor, {})(now, batch)
-    more, (pulled,) = Prox(mu=0.7).slopes(model, anchor, {})(now, batch)
-    torch.testing.assert_close(pulled - plain, 0.7 * (now["head"] - anchor["head"]))
-    torch.testing.assert_close(more - loss, 0.35 * (now["head"] - anchor["head"]).square().sum()[None])
+    loss, (plain,) = Sgd().gradients(model, message, {})(now, batch)
+    more, (proximal,) = Prox(mu=0.7).gradients(model, message, {})(now, batch)
+    torch.testing.assert_close(proximal - plain, 0.7 * (now["head"] - message.shared["head"]))
+    torch.testing.assert_close(more - loss, 0.35 * (now["head"] - message.shared["head"]).square().sum()[None])
 
 
 def test_a_portfolio_of_one_is_a_prompt(double):

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_engines import run, told
+from filelock import FileLock, Timeout
+from helpers import scores, small_setup, train_small
 
-from fedvlm.commands import run_all
-from fedvlm.core import FedvlmError
-from fedvlm.folder import Run
+from fedvlm import api
+from fedvlm.data.pool import Pools
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.planning import Job
+from fedvlm.processes import run_all
+from fedvlm.records import RoundRecord
 
 
 def command(*words: str) -> list[str]:
@@ -36,7 +39,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(images, tmp_path):
             process.wait(timeout=draw.uniform(2.5, 3.5) if kills else 2.6)
             break
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+            process.kill()  # kill -9
             process.wait()
             kills += 1
             again = (
@@ -47,9 +50,9 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(images, tmp_path):
             process = subprocess.Popen(command(*again), stdout=subprocess.DEVNULL)
     else:
         assert process.wait(timeout=120) == 0
-    whole, cut = Run(tmp_path / "whole"), Run(tmp_path / "cut")
+    whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
     assert whole.done and cut.done
-    assert told(whole) == told(cut)
+    assert scores(whole) == scores(cut)
     for name in ("state.safetensors", "rows.bin", "outputs.safetensors"):
         assert (whole.folder / name).read_bytes() == (cut.folder / name).read_bytes(), name
 
@@ -63,12 +66,11 @@ def test_a_bench_that_is_killed_takes_its_runs_along(images, tmp_path):
     def held() -> list[bool]:
         found = []
         for lock in out.glob("*/.lock"):
-            with lock.open("w") as handle:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                with FileLock(lock, timeout=0):
                     found.append(False)
-                except OSError:
-                    found.append(True)
+            except Timeout:
+                found.append(True)
         return found
 
     try:
@@ -88,13 +90,13 @@ def test_a_bench_that_is_killed_takes_its_runs_along(images, tmp_path):
 @pytest.mark.parametrize("engine", ["stacked", "serial"])
 def test_stopped_after_each_step_it_goes_on_alike(images, tmp_path, engine, monkeypatch):
     """Every place between two writes of a round, tried one by one."""
-    whole = run(images, tmp_path / "whole", engine=engine)
+    whole = train_small(images, tmp_path / "whole", engine=engine)
     for place in ("append", "save", "finish"):
         for at in range(1, 5):
             folder = tmp_path / f"{place}{at}"
             calls = {"n": 0}
 
-            inner = getattr(Run, place)
+            inner = getattr(RunFolder, place)
 
             class Stop(Exception):
                 pass
@@ -106,20 +108,20 @@ def test_stopped_after_each_step_it_goes_on_alike(images, tmp_path, engine, monk
                 return inner(self, *args)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Run, place, stopping)
+                patch.setattr(RunFolder, place, stopping)
                 with contextlib.suppress(Stop):
-                    run(images, folder, engine=engine)
-            again = run(images, folder, engine=engine)
-            assert told(again) == told(whole)
+                    train_small(images, folder, engine=engine)
+            again = train_small(images, folder, engine=engine)
+            assert scores(again) == scores(whole)
             assert (again.folder / "state.safetensors").read_bytes() == (
                 whole.folder / "state.safetensors"
             ).read_bytes()
 
 
 def test_the_same_run_is_recognised(images, tmp_path):
-    first = run(images, tmp_path / "run")
+    first = train_small(images, tmp_path / "run")
     stamp = (first.folder / "state.safetensors").stat().st_mtime_ns
-    run(images, tmp_path / "run")
+    train_small(images, tmp_path / "run")
     assert (first.folder / "state.safetensors").stat().st_mtime_ns == stamp
 
 
@@ -130,36 +132,36 @@ def test_an_idea_that_was_edited_is_another_run(images, tmp_path):
         "@dataclass(frozen=True)\nclass Idea(Head):\n    pass\n"
     )
     idea.write_text(code)
-    run(images, tmp_path / "run", adapter=str(idea))
+    train_small(images, tmp_path / "run", adapter=str(idea))
     idea.write_text(code + "# better\n")
     with pytest.raises(FedvlmError, match="holds another run"):
-        run(images, tmp_path / "run", adapter=str(idea))
+        train_small(images, tmp_path / "run", adapter=str(idea))
 
 
 def test_gaps_are_told_by_name(images, tmp_path):
-    last = run(images, tmp_path / "run", merge="ga").rounds()[-1]
+    last = train_small(images, tmp_path / "run", merge="ga").rounds()[-1]
     assert set(last["gaps"]) == set(last["weights"]) == {"noto", "twemoji"} and last["gap_variance"] >= 0
 
 
 def test_another_run_in_the_folder_is_not_overwritten(images, tmp_path):
-    run(images, tmp_path / "run")
+    train_small(images, tmp_path / "run")
     with pytest.raises(FedvlmError, match="differs in local"):
-        run(images, tmp_path / "run", lr=0.01)
+        train_small(images, tmp_path / "run", lr=0.01)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(FedvlmError, match="not empty"):
-        run(images, tmp_path / "mine")
+        train_small(images, tmp_path / "mine")
 
 
 def test_two_processes_do_not_share_a_run(images, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    with Run(folder).locked(), pytest.raises(FedvlmError, match="another process"):
-        run(images, folder)
+    with RunFolder(folder).locked(), pytest.raises(FedvlmError, match="another process"):
+        train_small(images, folder)
 
 
 def test_a_full_disk_loses_nothing(images, tmp_path, monkeypatch):
-    whole = run(images, tmp_path / "whole")
+    whole = train_small(images, tmp_path / "whole")
     inner, calls = Path.write_bytes, {"n": 0}
 
     def full(self, data):
@@ -173,53 +175,76 @@ def test_a_full_disk_loses_nothing(images, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
         with pytest.raises(FedvlmError, match="No space left"):
-            run(images, tmp_path / "run")
-    assert told(run(images, tmp_path / "run")) == told(whole)
+            train_small(images, tmp_path / "run")
+    assert scores(train_small(images, tmp_path / "run")) == scores(whole)
 
 
 def test_a_damaged_folder_is_named(tmp_path, images):
-    folder = run(images, tmp_path / "run").folder
+    folder = train_small(images, tmp_path / "run").folder
     (folder / "state.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(FedvlmError, match="damaged"):
-        Run(folder).load()
+        RunFolder(folder).load()
     (folder / "run.json").write_text("{")
     with pytest.raises(FedvlmError, match="damaged"):
-        _ = Run(folder).info
+        _ = RunFolder(folder).record
 
 
 def test_what_a_run_records(images, tmp_path):
-    run_ = run(images, tmp_path / "run", participation=0.5, dropout=0.0)
-    info = run_.info
-    assert (
-        info["config"]["seed"] == 50
-        and info["data"]["images"] == 150
-        and info["backbone"]["name"].startswith("mini-clip@")
-    )
-    assert {"fedvlm", "torch", "python", "commit"} <= set(info["versions"])
-    last = run_.rounds()[-1]
+    run = train_small(images, tmp_path / "run", participation=0.5, dropout=0.0)
+    record = run.record
+    assert record.seed == record.config["seed"] == 50 and record.data.images == 150 and record.format == 2
+    assert record.backbone.name == "mini-clip" and len(record.backbone.fingerprint) == 16
+    assert {"fedvlm", "torch", "python", "commit"} <= set(record.versions)
+    assert record.method.name == "fedot" and record.adapter.name == "rotation" and record.local.settings["lr"] == 0.05
+    assert record.given["participation"] == 0.5 and record.unseen == ["openmoji"]
+    last = run.rounds()[-1]
     assert last["asked"] == 1 and set(last["weights"].values()) == {1.0}
     head, word = 5 * 256 * 4, 4
     assert last["bytes_down"] == head and last["bytes_up"] == head + 2 * word
     assert {"round", "bytes_down", "bytes_up", "seconds", "shared", "personal", "newcomer", "G", "P"} <= set(last)
-    assert info["result"]["selected"]["round"] in range(4)
-    json.dumps(info)
+    assert record.finished.selected["round"] in range(4) and record.finished.last == last
+    assert json.loads((run.folder / "run.json").read_text()) == json.loads(record.to_json())
+
+
+def test_a_run_folder_is_all_that_is_needed_to_go_on(images, tmp_path):
+    """Its setup builds the same parts, from what was recorded and not from today's recipes."""
+    run, setup = train_small(images, tmp_path / "run", batch=7), small_setup(images, batch=7)
+    again = run.setup()
+    assert again.parts == setup.parts and again.config == setup.config and again.method == setup.method
+    assert (again.adapter, again.local, again.merge) == (setup.adapter, setup.local, setup.merge)
+    assert again.binding() == setup.binding()
+
+
+def test_a_run_keeps_the_code_of_the_users_own_parts(images, tmp_path):
+    (tmp_path / "mine").mkdir()
+    idea = tmp_path / "mine" / "idea.py"
+    idea.write_text(
+        "from dataclasses import dataclass\nfrom fedvlm.adapters.head import Head\nfrom beside import STRENGTH\n\n\n"
+        "@dataclass(frozen=True)\nclass Idea(Head):\n    strength: float = STRENGTH\n"
+    )
+    (tmp_path / "mine" / "beside.py").write_text("STRENGTH = 0.5\n")
+    run = train_small(images, tmp_path / "run", adapter=str(idea))
+    idea.unlink()
+    (tmp_path / "mine" / "beside.py").unlink()
+    assert run.setup().adapter.strength == 0.5 and type(run.setup().adapter).__name__ == "Idea"
+    assert api.Run(run).predict(sorted((images / "noto" / "bird").iterdir())[0])[0][0] in run.record.data.classes
 
 
 def test_lost_clients_are_absent_and_the_round_goes_on(images, tmp_path):
-    run_ = run(images, tmp_path / "run", dropout=0.3, quorum=0.0, rounds=8, seed=3)
-    answered = [r["answered"] for r in run_.rounds()[1:]]
+    run = train_small(images, tmp_path / "run", dropout=0.3, quorum=0.0, rounds=8, seed=3)
+    answered = [r["answered"] for r in run.rounds()[1:]]
     assert min(answered) < 2 and max(answered) == 2
 
 
 def test_a_round_without_quorum_is_void_and_three_in_a_row_stop_the_run(images, tmp_path):
-    run_ = run(images, tmp_path / "run", dropout=0.15, quorum=1.0, rounds=8, seed=4)
-    rounds = run_.rounds()[1:]
+    run = train_small(images, tmp_path / "run", dropout=0.15, quorum=1.0, rounds=8, seed=4)
+    rounds = run.rounds()[1:]
     assert any("void" in r for r in rounds) and any("void" not in r for r in rounds)
     for r in rounds:
         assert ("weights" in r) == ("void" not in r)
     with pytest.raises(FedvlmError, match="3 rounds in a row"):
-        run(images, tmp_path / "dead", dropout=1.0, rounds=8)
-    assert Run(tmp_path / "dead").load()[1] == 2
+        train_small(images, tmp_path / "dead", dropout=1.0, rounds=8)
+    assert RunFolder(tmp_path / "dead").load()[1] == 2
 
 
 def test_no_global_random_state_is_used(images, tmp_path):
@@ -227,11 +252,29 @@ def test_no_global_random_state_is_used(images, tmp_path):
     import torch
 
     states = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
-    run(images, tmp_path / "run")
+    train_small(images, tmp_path / "run")
     assert torch.equal(states[0], torch.get_rng_state())
     assert np.array_equal(states[1], np.random.get_state()[1]) and states[2] == random.getstate()  # noqa: NPY002
 
 
 def test_nothing_to_run_is_done():
     """Every learning rate chosen already: a benchmark asks for no runs, and gets none."""
-    assert run_all([], 4) == []
+    assert len(api.execute([], 4, Pools())) == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_of_several_runs_one_that_fails_is_named_and_the_others_finish(at_once, images, tmp_path):
+    good = [Job(small_setup(images, seed=s), tmp_path / f"good-{s}") for s in (1, 2)]
+    bad = Job(small_setup(images, dropout=1.0, rounds=8), tmp_path / "bad")
+    told: list[tuple[int, RoundRecord | None, str]] = []
+    with pytest.raises(FedvlmError, match=r"1 of 3 runs failed:\n  bad: 3 rounds in a row") as caught:
+        run_all([good[0], bad, good[1]], at_once, Pools(), lambda i, record, error: told.append((i, record, error)))
+    assert "good" not in str(caught.value)
+    assert all(RunFolder(job.folder).done for job in good) and not RunFolder(bad.folder).done
+    assert {(i, error.split(";")[0]) for i, record, error in told if record is None} == {
+        (0, ""),
+        (1, "3 rounds in a row without quorum"),
+        (2, ""),
+    }
+    for i in (0, 2):
+        assert [record["round"] for k, record, _ in told if k == i and record] == [0, 1, 2, 3]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, example, random_data, random_task
+from helpers import example, random_data, random_task, same, small_adapter
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from fedvlm import parts, train, use
+from fedvlm import parts, predictor, train
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.lstm import Lstm
 from fedvlm.adapters.network import Norm
@@ -23,20 +24,38 @@ from fedvlm.adapters.resnet import ResNet
 from fedvlm.backbones import load
 from fedvlm.cli import main
 from fedvlm.config import resolve
-from fedvlm.core import Batch, Cohort, FedvlmError
+from fedvlm.core import Batch, Cohort, Data, Message, Reply
 from fedvlm.data.federation import federate
+from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import open_source
 from fedvlm.data.text import ALPHABET, BLOCK, WINDOW, tokens
 from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
 from fedvlm.local.bgp import Bgp
-from fedvlm.local.descent import FOLLOW, ahead, tied
+from fedvlm.local.descent import MOMENTUM, gradient_step, with_proximal_term
 from fedvlm.local.grace import Grace
 from fedvlm.local.perfedavg import PerFedAvg
 from fedvlm.local.scaffold import CONTROL
-from fedvlm.merge.grace import LEAST, consistency
+from fedvlm.merge.grace import SMALLEST, consistency
 from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
-from fedvlm.tasks import MASKS, dice, mask_loss
+from fedvlm.tasks import SEGMENTATION, dice, mask_loss
+
+
+def pool_of(method: str, **given: object) -> Pool:
+    return Pools().load(resolve(method, given))
+
+
+def run_of(folder: Path, method: str, **given: object) -> RunFolder:
+    setup = resolve(method, given)
+    return train.train(setup, Pools().load(setup), folder)
+
+
+def asked(method: Method, data: Data, *ids: int, **message: object) -> Reply:
+    """Replies to the first training request."""
+    sent = Message(method.initial, **message)
+    return Cohort(Stacked(method, data, 1), np.array(ids), 1).ask("train", sent)
 
 
 def test_dice_by_hand():
@@ -45,8 +64,8 @@ def test_dice_by_hand():
     none = torch.zeros_like(one)
     assert dice(one.double(), other) == 0.5 and dice(one.double(), one) == 1
     assert dice(none.double(), none) == 1 and dice(none.double(), one) == 0
-    score, loss = MASKS.score(torch.tensor([[[[3.0, 2.0], [-1.0, -9.0]]]]), other)
-    assert score == 0.5 and loss > 0
+    logits = torch.tensor([[[[3.0, 2.0], [-1.0, -9.0]]]])
+    assert SEGMENTATION.score(logits, other) == 0.5 and SEGMENTATION.loss(logits, other) > 0
 
 
 def test_mask_loss_is_torchs_cross_entropy_and_soft_dice(double):
@@ -66,7 +85,7 @@ def test_norm_is_batch_norm_and_padding_is_nothing(double):
     found = torch.func.functional_call(ours, leaves, (x, real))
     torch.testing.assert_close(found[:3], theirs(x[:3]))
     slopes = dict(zip(leaves, torch.autograd.grad(found[:3].square().sum(), list(leaves.values())), strict=True))
-    moved = {k: leaves[k] - FOLLOW * slopes[k] for k in ("running_mean", "running_square")}
+    moved = {k: leaves[k] - MOMENTUM * slopes[k] for k in ("running_mean", "running_square")}
     torch.testing.assert_close(moved["running_mean"], theirs.running_mean)
     biased = 0.9 + 0.1 * (x[:3].square().mean((0, 2, 3)))
     torch.testing.assert_close(moved["running_square"], biased)
@@ -87,13 +106,14 @@ def test_averaged_moments_are_those_of_all_data_and_averaged_variances_are_not(d
 
 def test_running_statistics_travel_and_are_averaged(double):
     task, data = example("resnet")
-    method = Method.build(ResNet(**TINY["resnet"]), parts.find("local", "sgd")(batch=4), Mean(), task, 5)
+    method = Method.build(small_adapter(ResNet), parts.find("local", "sgd")(batch=4), Mean(), task, 5)
     engine, ids = Stacked(method, data, 1), np.array([0, 2])
-    _, up = Cohort(engine, ids, 1).ask("train", method.initial)
+    reply = asked(method, data, *ids)
     state = method.round(method.init(6), Cohort(engine, ids, 1))
     for name in ("bn1.running_mean", "layer2.0.bn1.running_square"):
-        assert not torch.equal(up[name][0], method.initial[name])
-        torch.testing.assert_close(state.shared[name], (up["n"] / up["n"].sum()) @ up[name])
+        assert not torch.equal(reply.shared[name][0], method.initial[name])
+        n = reply.values["n"]
+        torch.testing.assert_close(state.shared[name], (n / n.sum()) @ reply.shared[name])
 
 
 def test_nothing_pulls_at_running_statistics(double):
@@ -101,32 +121,30 @@ def test_nothing_pulls_at_running_statistics(double):
     now = {"w": torch.ones(1, 2), "bn.running_mean": torch.ones(1, 2)}
     anchor = {k: torch.zeros(1, 2) for k in now}
     still = lambda params, batch: (torch.zeros(1), [torch.zeros(1, 2)] * 2)  # noqa: E731
-    loss, found = tied(still, anchor, 2.0)(now, None)
+    loss, found = with_proximal_term(still, anchor, 2.0)(now, None)
     assert loss == 2 and found[0].tolist() == [[2, 2]] and found[1].tolist() == [[0, 0]]
-    moved = ahead(now, [torch.ones(1, 2)] * 2, 0.5)
+    moved = gradient_step(now, [torch.ones(1, 2)] * 2, 0.5)
     assert moved["w"].tolist() == [[0.5, 0.5]] and moved["bn.running_mean"] is now["bn.running_mean"]
     task, data = example("resnet")
     kind = parts.find("local", "scaffold")(batch=4, lr=0.01)
-    method = Method.build(ResNet(**TINY["resnet"]), kind, parts.find("merge", "scaffold")(), task, 5)
-    down = method.initial | {CONTROL + k: torch.zeros_like(v) for k, v in method.initial.items()}
-    _, up = Cohort(Stacked(method, data, 1), np.array([0]), 1).ask("train", down)
-    assert not up[CONTROL + "bn1.running_mean"].any() and up[CONTROL + "bn1.weight"].any()
-    assert not torch.equal(up["bn1.running_mean"][0], method.initial["bn1.running_mean"])
+    method = Method.build(small_adapter(ResNet), kind, parts.find("merge", "scaffold")(), task, 5)
+    reply = asked(method, data, 0, extra={k: torch.zeros_like(v) for k, v in method.initial.items()})
+    assert not reply.values[CONTROL + "bn1.running_mean"].any() and reply.values[CONTROL + "bn1.weight"].any()
+    assert not torch.equal(reply.shared["bn1.running_mean"][0], method.initial["bn1.running_mean"])
 
 
 @pytest.mark.parametrize("adapter", ["rotation", "unet"])
 def test_another_device_changes_nothing(adapter, double):
     """The way that leads to a GPU, with the processor's other name for a device: same replies, same views."""
     task, data = example(adapter)
-    kind = parts.find("adapter", adapter)(**TINY.get(adapter, {}))
-    method = Method.build(kind, parts.find("local", "ditto")(batch=4), Mean(), task, 5)
+    method = Method.build(small_adapter(adapter), parts.find("local", "ditto")(batch=4), Mean(), task, 5)
     found = []
     for device in ("cpu", "cpu:0"):
         engine = Stacked(method, data, 2, device=device)
         state = method.round(method.init(6), Cohort(engine, np.arange(5), 1))
-        found.append((state.shared, Cohort(engine, np.arange(6), 1).ask("score", state.shared)[1]))
+        found.append((state.shared, Cohort(engine, np.arange(6), 1).ask("score", state.message()).values))
     for a, b in zip(*found, strict=True):
-        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        same(a, b)
     assert "shared.score" in found[1][1] and "personal.score" in found[1][1]
 
 
@@ -135,14 +153,11 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(FedvlmError, match="finds no GPU"):
         train.device_of(resolve("fedclip", {"device": "cuda"}))
-    assert train.device_of(resolve("fedavg-unet", {})) == "cpu"
+    small, network = resolve("fedclip", {}), resolve("fedavg", {"on": "unet"})
+    assert train.device_of(network) == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert (
-        train.device_of(resolve("fedclip", {})) == train.device_of(resolve("fedavg-unet", {"device": "cpu"})) == "cpu"
-    )
-    assert (
-        train.device_of(resolve("fedavg-unet", {})) == train.device_of(resolve("fedclip", {"device": "cuda"})) == "cuda"
-    )
+    assert train.device_of(small) == train.device_of(network.with_(device="cpu")) == "cpu"
+    assert train.device_of(network) == train.device_of(small.with_(device="cuda")) == "cuda"
 
 
 def test_residual_networks_have_everybodys_sizes():
@@ -153,7 +168,7 @@ def test_residual_networks_have_everybodys_sizes():
 
 
 def test_pretrained_weights_as_everybody_names_them(tmp_path):
-    task, kind = random_task(classes=7), ResNet(**TINY["resnet"])
+    task, kind = random_task(classes=7), small_adapter(ResNet)
     saved = {k: torch.rand_like(v) for k, v in kind.init(random_task(classes=3), 9).items()}
     variance = {k.replace("square", "var"): saved.pop(k) for k in list(saved) if "square" in k}
     save_file(saved | variance | {"bn1.num_batches_tracked": torch.tensor(3)}, tmp_path / "r.safetensors")
@@ -195,7 +210,7 @@ def test_lstm_is_torchs(double):
 
 def test_the_tower_starts_as_the_backbone(images):
     """Round 0 of full fine-tuning is zero-shot: the same embeddings as those the store holds."""
-    tower, plain = (train.load_pool(resolve(m, {"data": str(images)})) for m in ("fedavg-tower", "zero-shot"))
+    tower, plain = pool_of("fedavg", on="tower", data=str(images)), pool_of("zero-shot", data=str(images))
     adapter = parts.find("adapter", "tower")()
     params = {k: v[None] for k, v in adapter.init(tower.task, 1).items()}
     with torch.no_grad():
@@ -210,12 +225,12 @@ def test_full_fine_tuning_is_counted_not_asserted():
 
     from fedvlm.backbones.hf import ImageTower
 
-    class Look:
+    class Normalisation:
         image_mean = image_std = (0.5, 0.5, 0.5)
 
     with torch.device("meta"):
         clip = CLIPModel(CLIPConfig(projection_dim=512))
-        tower = ImageTower(clip.vision_model, clip.visual_projection, Look())
+        tower = ImageTower(clip.vision_model, clip.visual_projection, Normalisation())
         task = Task(("a", "b"), torch.zeros(2, 512), 512, 100.0, tower)
     build = {n: parts.find("adapter", n)() for n in ("tower", "attention")}
     with torch.device("meta"):
@@ -238,8 +253,8 @@ def write_roles(path, roles=4, length=2500):
 def test_no_character_is_read_in_training_and_tested_on(tmp_path):
     source = open_source(str(write_roles(tmp_path / "r.jsonl.gz")), stride=7)
     assert len(source.domains) == 4 and not any("/" in d or "." in d for d in source.domains)
-    setup = resolve("fedavg-lstm", {"data": str(tmp_path / "r.jsonl.gz"), "stride": 7, "domains": 0})
-    pool = train.load_pool(setup)
+    setup = resolve("fedavg", {"on": "lstm", "data": str(tmp_path / "r.jsonl.gz"), "stride": 7, "domains": 0})
+    pool = Pools().load(setup)
     held, items = federate(pool, setup.config, 5), pool.source.items
     for i in range(len(held.names)):
         touched = []
@@ -299,8 +314,8 @@ def write_masks(root, sites=("a", "b"), count=6, size=24):
 
 def test_masks_go_the_images_way(tmp_path):
     """What is bright in the image is inside in the mask, at the size the network sees."""
-    setup = resolve("fedavg-unet", {"data": str(write_masks(tmp_path / "m")), "backbone": "pixels:16"})
-    pool = train.load_pool(setup)
+    setup = resolve("fedavg", {"on": "unet", "data": str(write_masks(tmp_path / "m")), "backbone": "pixels:16"})
+    pool = Pools().load(setup)
     assert pool.x.shape == (12, 3, 16, 16) and pool.y.shape == (12, 16, 16)
     assert ((pool.x[:, 0] > 130) == (pool.y == 1)).float().mean() > 0.97
     held = federate(pool, setup.config, 5)
@@ -317,21 +332,21 @@ def test_an_image_without_its_mask_is_named(tmp_path):
 def test_a_broken_mask_takes_its_image_along(tmp_path):
     root = write_masks(tmp_path / "m")
     (root / "a" / "mask" / "3.png").write_bytes(b"no")
-    pool = train.load_pool(resolve("fedavg-unet", {"data": str(root), "backbone": "pixels:16"}))
+    pool = pool_of("fedavg", on="unet", data=str(root), backbone="pixels:16")
     assert len(pool.x) == len(pool.y) == 11 and list(pool.skipped) == ["a/image/3.png"]
 
 
 def test_data_and_adapter_must_fit(tmp_path, images):
     masks = str(write_masks(tmp_path / "m"))
     with pytest.raises(FedvlmError, match="adapters for this data: unet"):
-        train.load_pool(resolve("fedclip", {"data": masks}))
+        pool_of("fedclip", data=masks)
     with pytest.raises(FedvlmError, match="learns text"):
-        train.load_pool(resolve("fedavg-lstm", {"data": str(images)}))
+        pool_of("fedavg", on="lstm", data=str(images))
     with pytest.raises(FedvlmError, match="domains=9: there are 3"):
-        train.load_pool(resolve("fedclip", {"data": str(images), "domains": 9}))
-    assert len(train.load_pool(resolve("fedclip", {"data": str(images), "domains": 2})).source.domains) == 2
+        pool_of("fedclip", data=str(images), domains=9)
+    assert len(pool_of("fedclip", data=str(images), domains=2).source.domains) == 2
     with pytest.raises(FedvlmError, match="reads embedding"):
-        train.load_pool(resolve("fedclip", {"data": str(images), "backbone": "pixels:16"}))
+        pool_of("fedclip", data=str(images), backbone="pixels:16")
     with pytest.raises(FedvlmError, match="objective=contrastive"):
         task, _ = example("unet")
         Method.build(parts.find("adapter", "unet")(), parts.find("local", "sgd")(objective="contrastive"), Mean(), task)
@@ -340,44 +355,42 @@ def test_data_and_adapter_must_fit(tmp_path, images):
 
 
 @pytest.mark.parametrize(
-    ("method", "more"),
+    ("method", "on", "more"),
     [
-        ("fft-gp-unet", {"backbone": "pixels:16", "width": 2, "levels": 2, "unseen": "b", "clients": 2}),
-        ("grace-lstm", {"stride": 40, "hidden": 8, "domains": 3}),
-        ("fft-gp-resnet", {"backbone": "pixels:16", "depth": 10, "width": 4, "epochs": 1}),
-        ("fedavg-tower", {"batch": 8}),
+        ("fft-gp", "unet", {"backbone": "pixels:16", "width": 2, "levels": 2, "unseen": "b", "clients": 2}),
+        ("grace", "lstm", {"stride": 40, "hidden": 8, "domains": 3}),
+        ("fft-gp", "resnet", {"backbone": "pixels:16", "depth": 10, "width": 4, "epochs": 1}),
+        ("fedavg", "tower", {"batch": 8}),
     ],
 )
-def test_a_run_in_processes_is_the_run_in_one(method, more, tmp_path, images):
+def test_a_run_in_processes_is_the_run_in_one(method, on, more, tmp_path, images):
     """Whole networks through bytes: the same state, to the bit."""
-    kind = method.rpartition("-")[2]
     data = images
-    if kind == "unet":
+    if on == "unet":
         data = write_masks(tmp_path / "m")
-    if kind == "lstm":
+    if on == "lstm":
         data = write_roles(tmp_path / "r.jsonl.gz")
-    if kind == "tower":
+    if on == "tower":
         more = more | {"shots": 1, "unseen": "noto", "rounds": 1, "split": "20,1,1"}  # and nobody has a test image
     states = []
     for engine in ("serial", "loopback"):
-        setup = resolve(method, {"rounds": 2} | more | {"data": str(data), "engine": engine})
-        run = train.train(setup, train.load_pool(setup), tmp_path / engine)
+        run = run_of(tmp_path / engine, method, **({"rounds": 2} | more), on=on, data=str(data), engine=engine)
         states.append((run.folder / "state.safetensors").read_bytes())
-        assert (run.info["result"]["last"]["P"] is None) == (kind == "tower")
+        assert (run.record.finished.last["P"] is None) == (on == "tower")
     assert states[0] == states[1]
-    assert run.info["data"]["metric"] == ("Dice" if kind == "unet" else "accuracy")
+    assert run.record.data.metric == ("Dice" if on == "unet" else "accuracy")
 
 
-@pytest.mark.parametrize("method", ["fft-gp-promptfl", "fedavg-tower"])
-def test_towers_predict_from_a_run_and_from_an_export(method, tmp_path, images):
-    given = {"data": str(images), "rounds": 1, "shots": 1, "batch": 8, "unseen": "noto"}
-    run = train.train(setup := resolve(method, given), train.load_pool(setup), tmp_path / "run")
+@pytest.mark.parametrize(("method", "on"), [("fft-gp", "prompt"), ("fedavg", "tower")])
+def test_towers_predict_from_a_run_and_from_an_export(method, on, tmp_path, images):
+    given = {"on": on, "data": str(images), "rounds": 1, "shots": 1, "batch": 8, "unseen": "noto"}
+    run = run_of(tmp_path / "run", method, **given)
     paths = sorted((images / "noto").rglob("*.png"))[::12]
-    told = use.from_run(run).predict(paths)
-    assert [c for c, _ in told] and all(0 < p <= 1 for _, p in told)
-    use.export(run, tmp_path / "out")
-    again = use.load(tmp_path / "out").predict(paths)
-    assert [c for c, _ in again] == [c for c, _ in told]
+    found = predictor.from_run(run).predict(paths)
+    assert [c for c, _ in found] and all(0 < p <= 1 for _, p in found)
+    predictor.export(run, tmp_path / "out")
+    again = predictor.load(tmp_path / "out").predict(paths)
+    assert [c for c, _ in again] == [c for c, _ in found]
     outputs = load_file(run.folder / "outputs.safetensors")
     assert outputs["shared.logits"].shape[1] == 5
 
@@ -386,9 +399,9 @@ def test_masks_are_drawn_at_the_images_size(tmp_path):
     """A U-Net that has learned something draws what the test split says; text runs say why they cannot predict."""
     data = write_masks(tmp_path / "m", count=12)
     given = {"data": str(data), "backbone": "pixels:16", "width": 4, "levels": 1, "rounds": 8, "epochs": 5, "lr": 0.01}
-    run = train.train(setup := resolve("fedavg-unet", given), train.load_pool(setup), tmp_path / "run")
-    assert run.info["result"]["last"]["shared"]["test"] > 0.7
-    model = use.from_run(run)
+    run = run_of(tmp_path / "run", "fedavg", on="unet", **given)
+    assert run.record.finished.last["shared"]["test"] > 0.7
+    model = predictor.from_run(run)
     paths = sorted((data / "a" / "image").iterdir())[:3]
     for path, drawn, (word, share) in zip(paths, model.masks(paths), model.predict(paths), strict=True):
         with Image.open(data / "a" / "mask" / path.name) as found:
@@ -398,23 +411,23 @@ def test_masks_are_drawn_at_the_images_size(tmp_path):
         assert 2 * (truth & inside).sum() / (truth.sum() + inside.sum()) > 0.6
     assert main(["predict", str(run.folder), *map(str, paths), "--masks", str(tmp_path / "drawn")]) == 0
     assert len(list((tmp_path / "drawn").glob("*.png"))) == 3
-    text = resolve("fedavg-lstm", {"data": str(write_roles(tmp_path / "r.jsonl.gz")), "domains": 2, "stride": 90})
-    done = train.train(text.with_(rounds=1), train.load_pool(text), tmp_path / "text")
+    text = {"data": str(write_roles(tmp_path / "r.jsonl.gz")), "domains": 2, "stride": 90, "rounds": 1}
+    done = run_of(tmp_path / "text", "fedavg", on="lstm", **text)
     with pytest.raises(FedvlmError, match="continue text"):
-        use.from_run(done)
+        predictor.from_run(done)
 
 
 def test_a_prompt_of_the_usual_words_is_zero_shot(images):
     """PromptFL started from "a photo of a" gives the class embeddings that zero-shot has, but for the full stop."""
     given = {"data": str(images), "template": "a photo of a {}."}
-    pools = [train.load_pool(resolve(m, given)) for m in ("promptfl", "zero-shot")]
+    pools = [pool_of(m, **given) for m in ("promptfl", "zero-shot")]
     adapter = parts.find("adapter", "prompt")(phrase="a photo of a")
     params = {k: v[None] for k, v in adapter.init(pools[0].task, 1).items()}
     found = adapter.logits(pools[0].task, params, pools[0].x[None, :9])[0]
     expected = pools[1].task.scale * pools[1].x[:9] @ pools[1].task.names().T
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(FedvlmError, match="reads embedding"):
-        train.load_pool(resolve("promptfl", {"data": str(images), "backbone": "pixels:8"}))
+        pool_of("promptfl", data=str(images), backbone="pixels:8")
 
 
 def test_consistency_by_brute_force(double):
@@ -426,25 +439,27 @@ def test_consistency_by_brute_force(double):
         np.mean([float(F.cosine_similarity(updates[i], updates[j], dim=0)) for j in range(4) if j != i])
         for i in range(4)
     ]
-    torch.testing.assert_close(consistency(up, shared), torch.tensor(each))
+    torch.testing.assert_close(consistency(up, shared, 4), torch.tensor(each))
     up["a"][2] = shared["a"] - 5 * updates[0]  # one against the others
-    found = consistency(up, shared)
-    assert found.min() == LEAST == found[2] and found.isfinite().all()
+    found = consistency(up, shared, 4)
+    assert found.min() == SMALLEST == found[2] and found.isfinite().all()
     alone = {k: v[:1] for k, v in up.items()}
-    assert consistency(alone, shared).tolist() == [1]
+    assert consistency(alone, shared, 1).tolist() == [1]
     still = {k: v.expand(3, *v.shape) for k, v in shared.items()}
-    assert consistency(still, shared).isfinite().all() and consistency(still, shared).min() > 0
+    assert consistency(still, shared, 3).isfinite().all() and consistency(still, shared, 3).min() > 0
 
 
 def test_grace_without_alignment_is_perfedavg(double):
     task = random_task()
     data = random_data(task)
-    ups = []
+    replies = []
     for rule in (Grace(align=0.0, inner=0.02, keep=False, lr=0.05, batch=4), PerFedAvg(inner=0.02, lr=0.05, batch=4)):
         method = Method.build(parts.find("adapter", "attention")(), rule, Mean(), task, 5)
-        ups.append(Cohort(Stacked(method, data, 6), np.arange(5), 1).ask("train", method.initial)[1])
-    for k in ups[0]:
-        torch.testing.assert_close(ups[0][k], ups[1][k])
+        replies.append(Cohort(Stacked(method, data, 6), np.arange(5), 1).ask("train", Message(method.initial)))
+    one, other = (reply.shared | reply.values for reply in replies)
+    assert one.keys() == other.keys() and one
+    for k in one:
+        torch.testing.assert_close(one[k], other[k])
 
 
 def test_grace_looks_back_at_what_was_sent_and_bgp_goes_on(double):
@@ -456,7 +471,7 @@ def test_grace_looks_back_at_what_was_sent_and_bgp_goes_on(double):
     now = {k: v[None].clone() for k, v in model.adapter.init(task, 5).items()}
     anchor = {k: v + 0.01 for k, v in now.items()}
     rule = Grace(align=2.0, inner=0.3)
-    _, found = rule.slopes(model, anchor, {})(now, batch)
+    _, found = rule.gradients(model, Message({k: v[0] for k, v in anchor.items()}), {})(now, batch)
     leaves = {k: v.clone().requires_grad_() for k, v in now.items()}
     first = batch._replace(weight=torch.tensor([[1 / 3, 0] * 3]))
     slopes = torch.autograd.grad(model.loss("cross-entropy", leaves, first).sum(), list(leaves.values()))

@@ -1,13 +1,13 @@
 """LoCoOp (Miyai et al., NeurIPS 2023): PromptFL with an entropy loss on background patches, which belong to no class.
 
-A patch is background where its image's class is not among its `rank` likeliest classes. loss = cross-entropy on the whole
-image − λ · the mean entropy H(p) over the background patches of the batch (0 where there are none), λ = 0.25, so that
-background becomes similar to no class. p is the softmax of scale · cos(patch, text). The paper's rank is 200 of ImageNet's
-1,000 classes; ours is a fifth of the classes, at least one. For rules that weight examples, each example has the mean over
-its own patches.
+A patch is background where its image's class is not among its `rank` likeliest classes. loss = cross-entropy on the
+whole image − λ · the mean entropy H(p) over the background patches of the batch (0 where there are none), λ = 0.25, so
+that background becomes similar to no class. p is the softmax of scale · cos(patch, text). The paper's rank is 200 of
+ImageNet's 1,000 classes; ours is a fifth of the classes, at least one. For rules that weight examples, each example has
+the mean over its own patches.
 
-For detection the paper uses MCM on the whole image, or GL-MCM (patchwise=true), which adds the largest probability that any
-patch gives any class.
+For detection the paper uses MCM on the whole image, or GL-MCM (patchwise=true), which adds the largest probability that
+any patch gives any class.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Task(NamedTuple):
         if self.text is None:
             raise FedvlmError(
                 "this backbone has no text tower, so there are no class embeddings to start from; "
-                "use init_from=random (the recipe fedot-random-head does)"
+                "use init_from=random (the recipe fedot-random-head does), or give text= with embeddings of your own"
             )
         return self.text
 
@@ -82,8 +82,8 @@ class Adapter:
     private: tuple[str, ...] = ()  # parameters that never leave a client
 
     task_type: ClassVar[TaskType] = CLASSIFICATION
-    view: ClassVar[str] = "embedding"  # the input x: embedding, patches, hidden@k, pixels or text
-    requires: ClassVar[str] = ""  # what it runs of the backbone: "image tower", "text tower", "both towers"; "": nothing
+    view: ClassVar[str] = "embedding"  # its input: embedding (all a black box has), patches, hidden@k, pixels, text
+    requires: ClassVar[str] = ""  # of the backbone: "image tower", "text tower" or "both towers"; "": none
     limits: ClassVar[Limits] = Limits()
     alignment: ClassVar[Literal["images", "classes"]] = "images"  # what CORAL compares: image features or class vectors
     open_vocabulary: ClassVar[bool] = False  # whether `logits` works for classes without training data, by their names

@@ -2,8 +2,8 @@
 
 A small network maps the image embedding h to a shift of every context vector: vⱼ(h) = vⱼ + B relu(A h + a) + b, with a
 hidden layer of a sixteenth of the embedding's width; logits = scale · cos(h, text(prompt(h))). Everything is shared and
-starts at random. Every image has its own prompts, so one image costs as much as a whole batch in PromptFL (the paper's batch
-is 1, our recipe's 4).
+starts at random. Every image has its own prompts, so one image costs as much as a whole batch in PromptFL (the paper's
+batch is 1, our recipe's 4).
 
 Alignment terms compare the class vectors averaged over the images of the batch.
 """
@@ -32,8 +32,7 @@ class Conditional(Prompt):
 
         def uniform(inputs: int, *shape: int) -> Tensor:
             """As torch.nn.Linear is initialised."""
-            unit: Tensor = torch.rand(*shape, generator=rng)
-            return (unit * 2 - 1) * float(inputs**-0.5)
+            return (torch.rand(*shape, generator=rng) * 2 - 1) * float(inputs**-0.5)
 
         network = {"a": uniform(task.dim, hidden, task.dim), "a0": uniform(task.dim, hidden)}
         network |= {"b": uniform(hidden, width, hidden), "b0": uniform(hidden, width)}

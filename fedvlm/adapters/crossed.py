@@ -1,16 +1,16 @@
 """pFedDC (Zhang et al., 2025): a shared and a private prompt in both towers, fused by a small private cross-attention.
 
-(The paper's title speaks of dual-prompt optimisation and cross fusion.) Text: [start] p₁ … pₙ NAME . [end]; image: class
-token, patches and p₁ … pₘ. In each tower, with the shared prompt G and the private prompt L,
+(Dual-prompt optimisation and cross fusion.) Text: [start] p₁ … pₙ NAME . [end]; image: class token, patches and
+p₁ … pₘ. In each tower, with the shared prompt G and the private prompt L,
 
     p = (G + L)/2 + W_o · softmax((W_q L)(W_k G)ᵀ / √size) W_v G
 
-logits = scale · cos. Shared: `context` [1, n, width], `tokens` [1, m, image width]. Private: `own.context`, `own.tokens`,
-and the fusion of each, `fuse.{context,tokens}.{query,key,value}` [size, width], `….out` [width, size].
+logits = scale · cos. Shared: `context` [1, n, width], `tokens` [1, m, image width]. Private: `own.context`,
+`own.tokens`, and the fusion of each, `fuse.{context,tokens}.{query,key,value}` [size, width], `….out` [width, size].
 
-Our reading: of the paper we know the idea (global and local prompts in both modalities, integrated by a cross-fusion module)
-and not its equations. Ours are: the private prompt gives the queries and the shared one keys and values, their mean is
-added, prompts enter at the first layer only, the sizes, and the start: L = G and W_o = 0, so that a newcomer, who has no
+Our reading: of the paper we know the idea (global and local prompts in both modalities, integrated by a cross-fusion
+module) and not its equations. These choices are ours: L gives the queries, G the keys and values; the mean of both is
+added; prompts enter at the first layer only; the sizes; and the start L = G, W_o = 0, so that a newcomer, who has no
 private parameters, uses G alone.
 """
 
@@ -69,7 +69,7 @@ class Crossed(Layered):
         """p of one tower, [clients, 1, vectors, width]."""
         shared, own = params[prompt], params[f"own.{prompt}"]
         query, key, value, out = (params[f"fuse.{prompt}.{part}"][:, None] for part in FUSION)
-        scores: Tensor = (own @ query.mT) @ (shared @ key.mT).mT / self.size**0.5
+        scores = (own @ query.mT) @ (shared @ key.mT).mT / float(self.size**0.5)
         return (shared + own) / 2 + scores.softmax(-1) @ (shared @ value.mT) @ out.mT
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""GalLoP (Lafon et al., ECCV 2024): global prompts are compared with the whole image, local ones with its nearest patches.
+"""GalLoP (Lafon et al., ECCV 2024): global prompts for the whole image, local ones for its nearest patches.
 
-Each of the n = 4 global prompts gives cos(image, text). Each of the m = 4 local prompts gives, per class, the mean cosine
-of the patches nearest to it, in a number of its own: k, 2k, 3k, … with k = 5. Patches first pass through a learned linear
-map, which starts as the identity.  logits = scale · (mean of the global + mean of the local similarities)/2.
+Each of the n = 4 global prompts gives cos(image, text). Each of the m = 4 local prompts gives, per class, the mean
+cosine of the patches nearest to it: k = 5 patches for the first prompt, 2k for the second, 3k, … Patches first pass
+through a learned linear map, which starts as the identity.
+logits = scale · (mean of the global + mean of the local similarities)/2.
 loss = cross-entropy of the mean over the global prompts kept for an image + Σ cross-entropy of each local prompt.
-Prompt dropout: per image n − ⌊0.75 n⌋ global prompts are kept, at least one. They are drawn from the step and the image's
-place in the batch alone, so that a step depends only on its inputs; the images are shuffled anew every round.
+Prompt dropout: per image n − ⌊0.75 n⌋ global prompts are kept, at least one. They are drawn from the step and the
+image's place in the batch alone, so that a step depends only on its inputs; the images are shuffled anew every round.
 
 Everything is shared. The public FedGalLoP sends the global prompts only (private=detail,projection). Our reading: each
 prompt starts from its own random draw (there from "a photo of a", n times the same); local losses are summed (there
@@ -76,7 +77,7 @@ class Gallop(Prompt):
         return x[:, :, 0].to(params["context"])
 
     def similarities(self, params: Params, text: Tensor, x: Tensor) -> list[Tensor]:
-        """Of the global prompts and, where there are any, of the local ones: [clients, examples, prompts, classes] each."""
+        """Of the global prompts and, if any, of the local ones: [clients, examples, prompts, classes] each."""
         x, global_text, local_text = x.to(text), text[:, : self.wholes], text[:, self.wholes :]
         found = [torch.einsum("knd,kmcd->knmc", x[:, :, 0], global_text)]
         if self.details:

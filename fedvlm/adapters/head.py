@@ -1,4 +1,4 @@
-"""A linear classifier on frozen image embeddings: logits = scale · w h."""
+"""A linear classifier on frozen image embeddings: logits = scale · W h, with W shared."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,13 +1,14 @@
-"""LAPT (Zhang et al., ECCV 2024): one context before the class names, another before names of no class.
+"""LAPT (Zhang et al., ECCV 2024): one learned context for the class names, another for negative labels.
 
-Distribution-aware prompts are v₁ … vₙ NAME for the C classes and w₁ … wₙ NOUN for U negative labels, nouns far from every
-class (data/nouns.py); specific=true gives each name a context of its own. p runs over C + U. loss = −log p(y) of the image
-+ −log p(y) of a mixture across modalities, λ · image + (1 − λ) · text of its class's name, normalised, one λ ~ U(0, ½) a
-step. Detection (NegLabel's score, in the place of MCM): Σ_c p(c) over the classes, as log odds, which do not saturate.
+The distribution-aware prompts are v₁ … vₙ NAME for the C classes and w₁ … wₙ NOUN for U negative labels, which are
+nouns far from every class (data/nouns.py); specific=true gives each name its own context. p is a softmax over C + U.
+loss = −log p(y) of the image + −log p(y) of a cross-modal mixture: λ · image + (1 − λ) · text of its class's name,
+normalised, with one λ ~ U(0, ½) per step. Detection (NegLabel's score, in place of MCM): Σ_c p(c) over the classes, as
+log odds, which do not saturate.
 
-The paper trains on images that are generated or retrieved for every name. A client has images of classes only, so what
-needs others is left out: images of negative labels (their context learns by being pushed away alone) and the mixing across
-distributions. The paper has 10,000 negative labels; each is a prompt in every step, so ours are 100.
+The paper trains on images that are generated or retrieved for every name. A client only has images of its classes, so
+two parts are left out: images of negative labels (their context is trained only by the denominator of p) and mixing
+across distributions. The paper has 10,000 negative labels; each is a prompt that every step encodes, so ours are 100.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from fedvlm.tasks import Objective
 
 @dataclass(frozen=True)
 class Lapt(Prompt):
-    mixing: float = 1.0  # the weight of the loss on mixtures
+    mixing: float = 1.0  # weight of the loss on image-text mixtures; 0: images only
     count: int = 100  # U, negative labels
-    candidates: int = 0  # nouns to choose them from, spread over WordNet's; 0 is all
+    candidates: int = 0  # WordNet nouns, evenly spaced, from which negative labels are chosen; 0: all
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.mixing < 0:
@@ -39,23 +40,23 @@ class Lapt(Prompt):
     def init(self, task: Task, seed: int) -> Params:
         if len(task.nouns) < self.count:
             raise FedvlmError(f"count={self.count} negative labels, and there are {len(task.nouns)} nouns for them")
-        inner, outer = (super(Lapt, self).init(task, s)["context"] for s in (seed, key(seed, 71)))
-        return {"context": inner, "negatives": outer[:1].repeat(self.count if self.specific else 1, 1, 1)}
+        context, negatives = (super(Lapt, self).init(task, s)["context"] for s in (seed, key(seed, 71)))
+        return {"context": context, "negatives": negatives[:1].repeat(self.count if self.specific else 1, 1, 1)}
 
     def prompts(self, task: Task, params: Params) -> Tensor:
-        """Of the classes, then of the negative labels: [clients, C + U, dim]."""
-        tower, outer = self.tower(task), params["negatives"]
-        nouns = tower.features(plan(tower, task.nouns[: self.count], outer.shape[2], self.position), outer)
+        """The encoded prompts of the classes, then of the negative labels: [clients, C + U, dim]."""
+        tower, context = self.tower(task), params["negatives"]
+        nouns = tower.features(plan(tower, task.nouns[: self.count], context.shape[2], self.position), context)
         return torch.cat([self.class_vectors(task, params), nouns], 1)
 
     def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
         return self.logits_and_aligned(task, params, batch)[0]
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits [clients, examples, 2, C + U], of images and mixtures."""
+        """Logits [clients, examples, 2, C + U]: of the images and of the mixtures."""
         text, x = self.prompts(task, params), batch.x
-        part = float(torch.rand((), generator=generator(73, batch.step), dtype=torch.float64)) / 2
-        mixed = F.normalize(part * x + (1 - part) * task.names().to(x)[batch.y], dim=-1)
+        share = float(torch.rand((), generator=generator(73, batch.step), dtype=torch.float64)) / 2  # λ
+        mixed = F.normalize(share * x + (1 - share) * task.names().to(x)[batch.y], dim=-1)
         logits = task.scale * torch.einsum("knsd,kcd->knsc", torch.stack([x, mixed], 2), text)
         return logits, text[:, : len(task.classes)]
 
@@ -68,14 +69,12 @@ class Lapt(Prompt):
         return image + self.mixing * mixture
 
     def prepare(self, task: Task, params: Params, before: Params) -> Params:
-        return (
-            params | {TEXT_FEATURES: self.prompts(task, params)}
-            if task.nouns
-            else super().prepare(task, params, before)
-        )
+        if not task.nouns:  # novel classes come without nouns
+            return super().prepare(task, params, before)
+        return params | {TEXT_FEATURES: self.prompts(task, params)}
 
     def detection_scores(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        every = params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
-        logits, classes = task.scale * x @ every.mT, len(task.classes)
-        odds = logits[..., :classes].logsumexp(-1) - logits[..., classes:].logsumexp(-1)
-        return scores_of(logits[..., :classes]) | {"mcm": odds}
+        text = params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
+        logits, classes = task.scale * x @ text.mT, len(task.classes)
+        log_odds = logits[..., :classes].logsumexp(-1) - logits[..., classes:].logsumexp(-1)
+        return scores_of(logits[..., :classes]) | {"mcm": log_odds}

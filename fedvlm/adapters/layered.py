@@ -1,5 +1,7 @@
-"""What adapters inside CLIP's two towers have in common: they read stored activations, `hidden@−layers`, and train what lies
-above; class names are read by the text tower in the run's own phrases; logits = the backbone's scale · cos.
+"""The common base of adapters that train inside CLIP's two towers.
+
+Their input are stored activations, `hidden@−layers`, and they run the layers above. The text tower encodes the class
+names in the run's phrases; logits = the backbone's scale · cos.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from fedvlm.backbones.text import LowerActivations, PromptPlan, TextTower
 from fedvlm.backbones.vision import Towers
 from fedvlm.core import Batch, FedvlmError, Params
 
-Precision = Literal["full", "half"]  # half: frozen towers compute in bfloat16, what is learned stays float32
+Precision = Literal["full", "half"]
 
 
 @dataclass(frozen=True)
 class Layered(Adapter):
-    layers: int = 0  # of the image tower that are run anew, the last; 0 is all
-    precision: Precision = "full"
+    layers: int = 0  # the last layers of the image tower, which run in every step (those below are stored); 0: all
+    precision: Precision = "full"  # half: bfloat16 in the frozen towers; trained parameters stay float32
 
     requires: ClassVar[str] = "both towers"
     open_vocabulary: ClassVar[bool] = True
@@ -33,8 +35,8 @@ class Layered(Adapter):
         return f"hidden@{-self.layers}"
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
-        """The frozen model's, where the text side is not changed."""
-        return task.names()[None].to(kind(params))
+        """The frozen model's, for adapters that do not change the text tower."""
+        return task.names()[None].to(dtype_of(params))
 
     def prepare(self, task: Task, params: Params, before: Params) -> Params:
         return params | {TEXT_FEATURES: self.class_vectors(task, params)}
@@ -50,30 +52,32 @@ class Layered(Adapter):
 def towers_of(task: Task, precision: Precision = "full") -> Towers:
     if not isinstance(task.tower, Towers):
         raise FedvlmError("this adapter changes a CLIP's own layers, and this backbone has no two towers to give")
-    return task.tower if precision == "full" else halved(task.tower)
+    return task.tower if precision == "full" else to_bfloat16(task.tower)
 
 
 @lru_cache(maxsize=4)
-def halved(towers: Towers) -> Towers:
+def to_bfloat16(towers: Towers) -> Towers:
     return towers.to(dtype=torch.bfloat16)
 
 
-def kind(params: Params) -> torch.dtype:
+def dtype_of(params: Params) -> torch.dtype:
     return next(iter(params.values())).dtype
 
 
-def phrases(task: Task) -> tuple[str, ...]:
-    """What the class names were embedded with, so that round 0 is zero-shot."""
+def require_phrases(task: Task) -> tuple[str, ...]:
+    """The phrases whose embeddings are Task.text: encoding the same ones makes round 0 zero-shot."""
     if len(task.phrases) != len(task.classes):
         raise FedvlmError(
             f"Task.phrases holds {len(task.phrases)} phrases for {len(task.classes)} classes, and this adapter's text tower "
-            "reads them; give those that Task.text was made of, one a class"
+            "encodes them; give the phrases that Task.text embeds, one per class"
         )
     return task.phrases
 
 
 @lru_cache(maxsize=8)
-def read(reader: TextTower, texts: tuple[str, ...], layers: int) -> tuple[PromptPlan, LowerActivations]:
-    """What is the same in every step: the tokens, and what enters the trained layers."""
-    plan = reader.phrases(texts)
-    return plan, reader.below(plan, layers)
+def encode_lower_layers(
+    text_tower: TextTower, phrases: tuple[str, ...], layers: int
+) -> tuple[PromptPlan, LowerActivations]:
+    """The tokens, and the input of the last `layers` layers: the same in every step, so computed once."""
+    plan = text_tower.phrases(phrases)
+    return plan, text_tower.below(plan, layers)

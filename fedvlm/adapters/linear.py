@@ -1,4 +1,4 @@
-"""FedLT, FedOT's ablation: the private map is any matrix, started at I.  logits = scale · w_g (W h)/‖W h‖."""
+"""FedLT, an ablation of FedOT: the private map W is any matrix, starting at I.  logits = scale · w_g (W h)/‖W h‖."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,7 @@
-"""FedPGP's prompts (Cui et al., ICML 2024): a shared context σ, and on each client a private change of low rank.
+"""FedPGP's prompts (Cui et al., ICML 2024): a shared context σ, plus a private change of low rank per client.
 
-p = σ + U V with U [vectors, b] and V [b, width] private, b = 4, V = 0 at the start; class features as in PromptFL. Its
-contrastive training is local=contrast.
+p = σ + U V with U [vectors, b] and V [b, width] private, b = 4, V = 0 at the start; class features as in PromptFL.
+FedPGP's contrastive loss is local=contrast.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from fedvlm.seeds import generator
 @dataclass(frozen=True)
 class LowRank(Prompt):
     private: tuple[str, ...] = ("left", "right")
-    bottleneck: int = 4  # b, the rank of the private change
+    bottleneck: int = 4  # b, rank of the private change
 
     def init(self, task: Task, seed: int) -> Params:
         shared = super().init(task, seed)["context"]
-        names, vectors, width = shared.shape
-        left = 0.02 * torch.randn(names, vectors, self.bottleneck, generator=generator(seed, 53), dtype=torch.float64)
-        return {"context": shared, "left": left.to(shared), "right": shared.new_zeros(names, self.bottleneck, width)}
+        contexts, vectors, width = shared.shape
+        left = 0.02 * torch.randn(
+            contexts, vectors, self.bottleneck, generator=generator(seed, 53), dtype=torch.float64
+        )
+        return {"context": shared, "left": left.to(shared), "right": shared.new_zeros(contexts, self.bottleneck, width)}
 
     def shared_only(self, params: Params) -> Params:
         return params | {"right": torch.zeros_like(params["right"])}

@@ -1,16 +1,18 @@
-"""The next character (LEAF's and q-FFL's model, FFT-GP §4.1): characters → 8 numbers each → 2 LSTM layers → a character.
+"""Next-character model (LEAF's and q-FFL's; FFT-GP §4.1): characters → 8 numbers each → 2 LSTM layers → a character.
 
-Written for all clients at once: the inputs' part of every gate in one product, then one product a character and layer.
-The hidden size is LEAF's 256; the paper does not state one.
+Computed for all clients at once: the input's part of every gate is one matrix product, then there is one product per
+character and layer. The hidden size is LEAF's 256; the paper does not state one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Limits, Task
@@ -21,76 +23,85 @@ from fedvlm.tasks import NEXT_CHARACTER, TaskType
 
 @dataclass(frozen=True)
 class Lstm(Adapter):
-    embed: int = 8
-    hidden: int = 256
-    layers: int = 2
+    embed: int = 8  # length of a character's embedding
+    hidden: int = 256  # size of a layer's state
+    layers: int = 2  # LSTM layers
 
     task_type: ClassVar[TaskType] = NEXT_CHARACTER
     view: ClassVar[str] = "text"
     limits: ClassVar[Limits] = Limits(examples=512, gpu=True)
 
     def init(self, task: Task, seed: int) -> Params:
-        draw, bound, count = generator(seed, 43), self.hidden**-0.5, len(task.classes)
+        rng, bound, count = generator(seed, 43), self.hidden**-0.5, len(task.classes)
         shapes: dict[str, tuple[int, ...]] = {}
         for k in range(self.layers):
-            inside = self.hidden if k else self.embed
-            shapes |= {f"input{k}": (4 * self.hidden, inside), f"state{k}": (4 * self.hidden, self.hidden)}
+            inputs = self.hidden if k else self.embed
+            shapes |= {f"input{k}": (4 * self.hidden, inputs), f"state{k}": (4 * self.hidden, self.hidden)}
             shapes |= {f"bias{k}": (4 * self.hidden,)}
         shapes |= {"head": (count, self.hidden), "bias": (count,)}
-        start = {k: (torch.rand(s, generator=draw) * 2 - 1) * bound for k, s in shapes.items()}
-        return {"characters": torch.randn(count, self.embed, generator=draw)} | start
+        uniform = {k: (torch.rand(s, generator=rng) * 2 - 1) * bound for k, s in shapes.items()}
+        return {"characters": torch.randn(count, self.embed, generator=rng)} | uniform
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        """[clients, examples, hidden] after the last character."""
+        """The last layer's state after the last character, [clients, examples, hidden]."""
         clients, examples, length = max(len(x), len(params["head"])), *x.shape[1:]
-        # one character of all examples after the other; a product, not a lookup, whose gradient has no fixed order on a GPU
+        # character by character, [clients, length × examples]; a product with one-hot vectors instead of a lookup,
+        # whose gradient is summed in no fixed order on a GPU
         ids = x.expand(clients, -1, -1).long().mT.reshape(clients, -1)
         h = F.one_hot(ids, len(task.classes)).to(params["head"].dtype) @ params["characters"]
         for k in range(self.layers):
             gates = h @ params[f"input{k}"].mT + params[f"bias{k}"][:, None]
-            inner = params[f"state{k}"].mT.expand(clients, -1, -1)
-            h = Layer.apply(gates.unflatten(1, (length, examples)), inner).flatten(1, 2)
+            weight = params[f"state{k}"].mT.expand(clients, -1, -1)
+            h = lstm_layer(torch.unflatten(gates, 1, (length, examples)), weight).flatten(1, 2)
         return h[:, -examples:]
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return self.features(task, params, x) @ params["head"].mT + params["bias"][:, None]
 
 
-class Layer(torch.autograd.Function):
-    """One layer over all characters: gates [clients, length, examples, 4 × hidden] → states. By hand, because the slope of
-    the inner weights is then one product over all characters, where autograd would add up a matrix for each."""
+class Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class LstmLayer(torch.autograd.Function):
+    """One layer over all characters: the input's part of the gates [clients, length, examples, 4 × hidden] → states. The
+    backward pass is written by hand, so that the gradient of the recurrent weights is one product over all characters;
+    autograd would sum one matrix per character."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, inner: Tensor) -> Tensor:
+    def forward(ctx: Context, gates: Tensor, weight: Tensor) -> Tensor:
         clients, length, examples, _ = gates.shape
-        size = inner.shape[1]
+        size = weight.shape[1]
         states, cells = (gates.new_zeros(length + 1, clients, examples, size) for _ in range(2))
-        opened = torch.empty(length, clients, examples, 4 * size, dtype=gates.dtype, device=gates.device)
+        activated = torch.empty(length, clients, examples, 4 * size, dtype=gates.dtype, device=gates.device)
         for t in range(length):
-            now = torch.baddbmm(gates[:, t], states[t], inner, out=opened[t])
+            now = torch.baddbmm(gates[:, t], states[t], weight, out=activated[t])
             i, f, g, o = now.chunk(4, -1)
             i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
             torch.addcmul(f * cells[t], i, g, out=cells[t + 1])
             torch.mul(o, cells[t + 1].tanh(), out=states[t + 1])
-        ctx.save_for_backward(states, cells, opened, inner)
+        ctx.save_for_backward(states, cells, activated, weight)
         return states[1:].transpose(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        states, cells, opened, inner = ctx.saved_tensors
-        found = torch.empty_like(opened)
-        back, state, cell = inner.mT, torch.zeros_like(states[0]), torch.zeros_like(cells[0])
-        for t in reversed(range(len(opened))):
-            state = state + gradients[0][:, t]
-            i, f, g, o = opened[t].chunk(4, -1)
-            bent = cells[t + 1].tanh()
-            cell = cell + state * o * (1 - bent * bent)
-            di, df, dg, do = found[t].chunk(4, -1)
-            torch.mul(cell * g, i * (1 - i), out=di)
-            torch.mul(cell * cells[t], f * (1 - f), out=df)
-            torch.mul(cell * i, 1 - g * g, out=dg)
-            torch.mul(state * bent, o * (1 - o), out=do)
-            state, cell = torch.bmm(found[t], back), cell * f
-        before = states[:-1].transpose(0, 1).flatten(1, 2)
-        gates = found.transpose(0, 1)
-        return gates, torch.bmm(before.mT, gates.flatten(1, 2))
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        states, cells, activated, weight = ctx.saved_tensors
+        grad_gates = torch.empty_like(activated)
+        grad_state, grad_cell = torch.zeros_like(states[0]), torch.zeros_like(cells[0])
+        for t in reversed(range(len(activated))):
+            grad_state = grad_state + grads[0][:, t]
+            i, f, g, o = activated[t].chunk(4, -1)
+            tanh_cell = cells[t + 1].tanh()
+            grad_cell = grad_cell + grad_state * o * (1 - tanh_cell * tanh_cell)
+            di, df, dg, do = grad_gates[t].chunk(4, -1)
+            torch.mul(grad_cell * g, i * (1 - i), out=di)
+            torch.mul(grad_cell * cells[t], f * (1 - f), out=df)
+            torch.mul(grad_cell * i, 1 - g * g, out=dg)
+            torch.mul(grad_state * tanh_cell, o * (1 - o), out=do)
+            grad_state, grad_cell = torch.bmm(grad_gates[t], weight.mT), grad_cell * f
+        previous = states[:-1].transpose(0, 1).flatten(1, 2)
+        by_client = grad_gates.transpose(0, 1)
+        return by_client, torch.bmm(previous.mT, by_client.flatten(1, 2))
+
+
+lstm_layer: Callable[[Tensor, Tensor], Tensor] = LstmLayer.apply

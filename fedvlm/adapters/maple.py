@@ -1,14 +1,14 @@
-"""MaPLe (Khattak et al., 2023), federated (FedMaPLe): the context before a class name is learned, and the image tower gets
-tokens that are linear images of it.
+"""MaPLe (Khattak et al., 2023), federated (FedMaPLe): a learned context, and image tokens computed from it.
 
-Text: [start] v₁ … vₙ NAME . [end]; image: class token, patches and W v₁ + b … W vₙ + b. The first `depth` layers of each
-tower get vectors of their own, with a W and b of their own, in place of what became of the last ones. logits = scale · cos.
-Parameters, all shared: `context` [1, n, width], `deep` [depth − 1, n, width], `couple.weight` [depth, image width, width],
-`couple.bias` [depth, image width].
+Text: [start] v₁ … vₙ NAME . [end]; image: class token, patches and the tokens W v₁ + b … W vₙ + b. Each of the first
+`depth` layers of each tower has its own vectors v, with their own W and b; they replace the output of the layer below
+for the previous ones. logits = scale · cos.
+Parameters, all shared: `context` [1, n, width], `deep` [depth − 1, n, width], `couple.weight` [depth, image width,
+width], `couple.bias` [depth, image width].
 
-As in the paper two vectors start as the first words of "a photo of a", deeper ones at N(0, 0.02). The paper's depth is 9 of
-12 layers; ours is 3, and image tokens join behind the tower's first norm (our reading). layers=n lets them join at the last
-n layers only.
+As in the paper two vectors start as the first words of "a photo of a", deeper ones at N(0, 0.02). The paper's depth is
+9 of 12 layers; ours is 3, and image tokens enter after the tower's first norm (our reading). With layers=n they enter
+at the last n layers only.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from fedvlm.seeds import generator
 
 @dataclass(frozen=True)
 class Maple(Layered):
-    context: int = 2  # vectors
-    depth: int = 3  # layers of each tower that get vectors of their own
-    phrase: str = "a photo of a"  # words to start from; none: noise
+    context: int = 2  # n, learned vectors before a class name
+    depth: int = 3  # layers of each tower that have their own vectors
+    phrase: str = "a photo of a"  # words that the context starts from; "": noise
 
     def init(self, task: Task, seed: int) -> Params:
-        reader, top = towers_of(task).text, towers_of(task).image.last(self.layers)
-        most, n, width = min(len(top.layers), len(reader.layers)), self.context, reader.width
-        if not 1 <= self.depth <= most:
-            raise FedvlmError(f"depth={self.depth}: the towers have {most} layers for it; use depth=1 to {most}")
-        draw = generator(seed, 61)
-        deep = 0.02 * torch.randn(self.depth, n, width, generator=draw)  # the first where there are no words
-        words = first_words(reader, self.phrase, deep[0])
-        weight, bias = (2 * torch.rand(self.depth, top.width, k, generator=draw) - 1 for k in (width, 1))
-        coupled = {"couple.weight": weight / width**0.5, "couple.bias": bias[..., 0] / width**0.5}
-        more = {"deep": deep[1:]} if self.depth > 1 else {}
-        return {"context": words[None], **more, **coupled}
+        text_tower, image_layers = towers_of(task).text, towers_of(task).image.last(self.layers)
+        deepest, n, width = min(len(image_layers.layers), len(text_tower.layers)), self.context, text_tower.width
+        if not 1 <= self.depth <= deepest:
+            raise FedvlmError(f"depth={self.depth}: the towers have {deepest} layers for it; use depth=1 to {deepest}")
+        rng = generator(seed, 61)
+        deep = 0.02 * torch.randn(self.depth, n, width, generator=rng)  # deep[0] is the context where phrase=""
+        context = initial_context(text_tower, self.phrase, deep[0])
+        weight, bias = (2 * torch.rand(self.depth, image_layers.width, k, generator=rng) - 1 for k in (width, 1))
+        coupling = {"couple.weight": weight / width**0.5, "couple.bias": bias[..., 0] / width**0.5}
+        further = {"deep": deep[1:]} if self.depth > 1 else {}
+        return {"context": context[None], **further, **coupling}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         vectors = torch.cat([params["context"], *([params["deep"]] if "deep" in params else [])], 1)
         tokens = vectors @ params["couple.weight"].mT + params["couple.bias"][:, :, None]
-        top = towers_of(task, self.precision).image.last(self.layers)
-        return F.normalize(top.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
+        image_layers = towers_of(task, self.precision).image.last(self.layers)
+        return F.normalize(image_layers.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
-        reader, context = towers_of(task, self.precision).text, params["context"]
-        prompts = plan(reader, task.classes, context.shape[2], "end")
-        return reader.features(prompts, context, deep=params.get("deep"))
+        text_tower, context = towers_of(task, self.precision).text, params["context"]
+        prompts = plan(text_tower, task.classes, context.shape[2], "end")
+        return text_tower.features(prompts, context, deep=params.get("deep"))
 
 
-def first_words(reader: TextTower, phrase: str, noise: Tensor) -> Tensor:
-    """As many vectors as there are of noise [n, width]: the first words of the phrase, or the noise where there is none."""
-    n, words = len(noise), reader.phrase(phrase).to(noise) if phrase else noise
+def initial_context(text_tower: TextTower, phrase: str, noise: Tensor) -> Tensor:
+    """The context's start [n, width]: the token embeddings of the phrase's first n words, or `noise` where phrase=""."""
+    n, words = len(noise), text_tower.phrase(phrase).to(noise) if phrase else noise
     if len(words) < n or n < 1:
         raise FedvlmError(f"context={n}: phrase='{phrase}' has {len(words)} words to start from; phrase= is noise")
     return words[:n]

@@ -1,8 +1,8 @@
-"""FedAdapter, FedOT's non-linear ablation: a private two-layer network on the embedding.
+"""FedAdapter, a non-linear ablation of FedOT: a private two-layer network on the image embedding.
 
 logits = scale · w_g n(h)/‖n(h)‖,  n(h) = h + V relu(U h + u) + v.
-Our reading (the paper gives no details): the network is residual with V = v = 0 at the start, so a newcomer, like
-FedOT's, has the identity; the hidden width is the embedding's.
+Our reading (the paper gives no details): the network is residual with V = v = 0 at the start, so that a newcomer has
+the identity, as in FedOT; the hidden layer is as wide as the embedding.
 """
 
 from dataclasses import dataclass

@@ -1,43 +1,54 @@
-"""Whole networks as adapters: ordinary PyTorch code for one model, called client by client.
+"""The common base of adapters that train a whole network: ordinary PyTorch modules, called client by client.
 
-Everything is trained and everything travels, running statistics too. These are kept as moments, E[x] and E[x²]: averaged
-over clients, with whatever weights, they are the moments of all clients' data together, which averaged variances are not.
-A network is large, so that a loop over clients costs nothing beside it (serial is the measured rule's choice here).
+Everything is trained and everything is shared, running statistics included. These are kept as moments, E[x] and E[x²]:
+averaged over clients, with any weights, they are the moments of all clients' data together, which averaged variances
+are not. A network is large, so a loop over clients adds almost no time; on a CPU clients train one at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 
 from fedvlm.adapters.base import Adapter, Limits, Task
 from fedvlm.core import Batch, Params
 from fedvlm.seeds import key
 
-LEAST = 1e-5  # variance, as in torch's batch norm
+EPS = 1e-5  # added to a variance, as in torch's batch norm
 
 
-class Follow(torch.autograd.Function):
-    """x as it is; on the way back the running value gets, for a gradient, how far it is from what was seen."""
+class Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+
+
+class TrackStatistic(torch.autograd.Function):
+    """The identity on x. Its backward pass gives the running statistic the gradient (running − batch): a step along it
+    moves the running value towards the batch's, as torch's batch norm does in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, running: Tensor, seen: Tensor) -> Tensor:
-        ctx.save_for_backward(running - seen)
+    def forward(ctx: Context, x: Tensor, running: Tensor, batch: Tensor) -> Tensor:
+        ctx.save_for_backward(running - batch)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (away,) = ctx.saved_tensors
-        return gradients[0], away, None
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return gradients[0], difference, None
+
+
+track_statistic: Callable[[Tensor, Tensor, Tensor], Tensor] = TrackStatistic.apply
 
 
 class Norm(nn.Module):
-    """Batch norm over [examples, channels, height, width]; `real` [examples] says in training which are no padding."""
+    """Batch norm over [examples, channels, height, width]. `real` [examples] are the weights of the examples in training
+    (0 for padding); None: evaluation, with the running statistics."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -52,15 +63,15 @@ class Norm(nn.Module):
         if real is not None:
             mean = torch.einsum("n,nc->c", real, x.mean((2, 3)))
             square = torch.einsum("n,nc->c", real, x.square().mean((2, 3)))
-            x = Follow.apply(x, self.running_mean, mean.detach())
-            x = Follow.apply(x, self.running_square, square.detach())
-        slope = self.weight * ((square - mean.square()).clamp(min=0) + LEAST).rsqrt()
-        return x * slope[:, None, None] + (self.bias - mean * slope)[:, None, None]
+            x = track_statistic(x, self.running_mean, mean.detach())
+            x = track_statistic(x, self.running_square, square.detach())
+        scale = self.weight * ((square - mean.square()).clamp(min=0) + EPS).rsqrt()
+        return x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]
 
 
 @dataclass(frozen=True)
 class Network(Adapter):
-    """`build` gives the module: called with (x, real), it returns logits and features of one model."""
+    """`build` returns the module: called with (x, real), it gives logits and features of one model."""
 
     limits: ClassVar[Limits] = Limits(examples=32, clients=1, gpu=True)
 
@@ -68,18 +79,21 @@ class Network(Adapter):
         raise NotImplementedError
 
     def module(self, task: Task) -> nn.Module:
-        return _built(self, len(task.classes))
+        """The module to call with each client's parameters."""
+        return _without_values(self, len(task.classes))
 
     def init(self, task: Task, seed: int) -> Params:
-        with torch.random.fork_rng(devices=[]):  # torch's own initialisations, without leaving a trace in its generator
+        with torch.random.fork_rng(devices=[]):  # torch's own initialisation, without changing the global generator
             torch.manual_seed(key(seed, 41) % 2**63)
-            made = self.build(task)
-        return {k: v.detach().clone() for k, v in made.state_dict().items()}
+            module = self.build(task)
+        return {k: v.detach().clone() for k, v in module.state_dict().items()}
 
-    def each(self, task: Task, params: Params, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits and features [clients, examples, ...]."""
+    def logits_and_features(
+        self, task: Task, params: Params, x: Tensor, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[clients, examples, ...] each; `real` as in `Norm`, with a client axis."""
         module, clients = self.module(task), max([len(x), *(len(v) for v in params.values())])
-        of_one = [
+        by_client = [
             functional_call(
                 module,
                 {k: v[i % len(v)] for k, v in params.items()},
@@ -87,28 +101,28 @@ class Network(Adapter):
             )
             for i in range(clients)
         ]
-        return torch.stack([logits for logits, _ in of_one]), torch.stack([features for _, features in of_one])
+        return torch.stack([logits for logits, _ in by_client]), torch.stack([features for _, features in by_client])
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return self.each(task, params, x)[1]
+        return self.logits_and_features(task, params, x)[1]
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return self.each(task, params, x)[0]
+        return self.logits_and_features(task, params, x)[0]
 
     def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
         return self.logits_and_aligned(task, params, batch)[0]
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.each(task, params, batch.x, batch.weight)
+        return self.logits_and_features(task, params, batch.x, batch.weight)
 
 
 @lru_cache(maxsize=8)
-def _built(adapter: Network, classes: int) -> nn.Module:
-    """The shape of it, without numbers: those come with each call."""
+def _without_values(adapter: Network, classes: int) -> nn.Module:
+    """The module on the meta device: every call brings its own parameters."""
     with torch.device("meta"):
         return adapter.build(Task(tuple(map(str, range(classes))), None, 0, 1.0))
 
 
-def scaled(x: Tensor) -> Tensor:
-    """Pixels 0 … 255 as numbers around 0; anything else as it is."""
+def pixels_to_float(x: Tensor) -> Tensor:
+    """Integer pixels 0 … 255 as numbers in [−1, 1]; floating-point input as it is."""
     return x if x.is_floating_point() else (x.to(torch.get_default_dtype()) / 127.5) - 1

@@ -1,4 +1,4 @@
-"""Zero-shot: the frozen model as it is. Logits = scale · cos(image, class name)."""
+"""Zero-shot: the frozen model without training. Logits = scale · cos(image, class name)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,7 @@
-"""PromptFolio (Pan et al., 2024): a shared and a private context, their class features mixed like a portfolio.
+"""PromptFolio (Pan et al., 2024): a shared and a private context; a class vector is the weighted mean of both.
 
-text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Towers contexts start alike; a newcomer, who has no own,
-takes the shared one for both.
+text = (1 − θ) · text(shared) + θ · text(own), normalised; θ = 0.4. Both contexts start equal; a newcomer, who has no
+private context, uses the shared one for both.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fedvlm.core import FedvlmError, Params
 @dataclass(frozen=True)
 class Portfolio(Prompt):
     private: tuple[str, ...] = ("own",)
-    share: float = 0.4  # θ, of the private context
+    share: float = 0.4  # θ, weight of the private context in a class vector; 0: the shared one only
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise FedvlmError(f"share={self.share:g} must be between 0 and 1")
 
     def init(self, task: Task, seed: int) -> Params:
-        start = super().init(task, seed)["context"]
-        return {"context": start, "own": start.clone()}
+        context = super().init(task, seed)["context"]
+        return {"context": context, "own": context.clone()}
 
     def shared_only(self, params: Params) -> Params:
         return params | {"own": params["context"]}

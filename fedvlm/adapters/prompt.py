@@ -1,8 +1,8 @@
-"""PromptFL (Guo et al., 2024; CoOp, Zhou et al., 2022): the words before a class name are learned, the model stays.
+"""PromptFL (Guo et al., 2024; CoOp, Zhou et al., 2022): learned context vectors before a class name.
 
-A prompt is [start] v₁ … vₙ NAME . [end] with n vectors v in token space, the same for all classes or (specific=true) its
-own for each; logits = scale · cos(image, text(prompt)). n · width parameters, all shared. v ~ N(0, 0.02), or the words of
-`phrase`.
+The model is frozen. A prompt is [start] v₁ … vₙ NAME . [end] with n vectors v in the space of token embeddings, the
+same for all classes or (specific=true) different for each; logits = scale · cos(image, text(prompt)). n · width
+parameters, all shared. At the start v ~ N(0, 0.02), or the token embeddings of `phrase`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from fedvlm.seeds import generator
 
 @dataclass(frozen=True)
 class Prompt(Adapter):
-    context: int = 16  # vectors
-    position: Literal["end", "middle"] = "end"  # of the class name
-    specific: bool = False  # a context for each class
-    phrase: str = ""  # words to start from, in place of noise
-    precision: Literal["full", "half"] = "full"  # half: the frozen tower is bfloat16, what is learned stays float32
+    context: int = 16  # n, learned vectors before a class name; with phrase= as many as it has tokens
+    position: Literal["end", "middle"] = "end"  # of the class name: after the context, or between its halves
+    specific: bool = False  # each class has its own context; false: one context for all classes
+    phrase: str = ""  # words that the context starts from; "": noise
+    precision: Literal["full", "half"] = "full"  # half: bfloat16 in the frozen tower; the context stays float32
 
     requires: ClassVar[str] = "text tower"
     alignment: ClassVar[Literal["images", "classes"]] = "classes"
-    limits: ClassVar[Limits] = Limits(
-        examples=1 << 16, clients=8, gpu=True
-    )  # prompts are encoded once for all examples
+    # prompts are encoded once for all examples, so examples are cheap
+    limits: ClassVar[Limits] = Limits(examples=1 << 16, clients=8, gpu=True)
 
     @property
     def open_vocabulary(self) -> bool:  # type: ignore[override]
@@ -61,13 +60,13 @@ class Prompt(Adapter):
         return task.scale * x @ class_vectors(self, task, params).mT
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        text = self.class_vectors(task, params)  # encoded once
+        text = self.class_vectors(task, params)
         return task.scale * batch.x @ text.mT, text
 
 
 def text_tower(task: Task) -> TextTower:
     if not isinstance(task.tower, TextTower):
-        raise FedvlmError("prompts are read by a CLIP's text tower, and this backbone has none to give")
+        raise FedvlmError("prompts are encoded by a CLIP's text tower, and this backbone has none to give")
     return task.tower
 
 

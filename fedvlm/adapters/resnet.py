@@ -1,7 +1,8 @@
-"""Full fine-tuning, the traditional way: a residual network (He et al., 2016) from pixels to classes, all of it shared.
+"""Full training of a residual network (He et al., 2016) from pixels to classes, all of it shared.
 
-Parameters are named as everybody's (conv1, layer1.0.bn1, …, fc), so `start=` takes a pre-trained .safetensors file as
-torchvision and timm write them. Without one it starts at random: no hub is asked. Small images get the usual small stem.
+Parameters are named as in torchvision and timm (conv1, layer1.0.bn1, …, fc), so `start=` takes a pre-trained
+.safetensors file of theirs. Without one it starts at random; nothing is downloaded. For small images the first layers
+keep the resolution, as is usual.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
-from fedvlm.adapters.network import Network, Norm, scaled
+from fedvlm.adapters.network import Network, Norm, pixels_to_float
 from fedvlm.core import FedvlmError, Params
 
 BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
-SMALL = 96  # pixels; up to this the stem keeps the resolution
+SMALL_IMAGE = 96  # pixels; up to this width the first layers keep the resolution
 
 
 @dataclass(frozen=True)
 class ResNet(Network):
-    depth: Literal[10, 18, 34, 50] = 18
+    depth: Literal[10, 18, 34, 50] = 18  # layers: ResNet-10, -18, -34 or -50
     width: int = 64  # channels of the first stage
-    start: str = ""  # a .safetensors file to start from
+    start: str = ""  # a .safetensors file of pre-trained parameters; "": random
 
     view: ClassVar[str] = "pixels"
 
@@ -36,31 +37,31 @@ class ResNet(Network):
         return Residual(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes))
 
     def init(self, task: Task, seed: int) -> Params:
-        drawn = super().init(task, seed)
-        return drawn | pretrained(Path(self.start), drawn) if self.start else drawn
+        random = super().init(task, seed)
+        return random | load_pretrained(Path(self.start), random) if self.start else random
 
 
 class Residual(nn.Module):
     def __init__(self, blocks: tuple[int, ...], width: int, deep: bool, classes: int):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), Norm(width)
-        inside = width
+        channels = width
         for stage, count in enumerate(blocks):
             members = nn.ModuleList()
             for k in range(count):
-                block = Block(inside, width * 2**stage, 2 if stage and not k else 1, deep)
+                block = Block(channels, width * 2**stage, 2 if stage and not k else 1, deep)
                 members.append(block)
-                inside = block.outside
+                channels = block.out_channels
             setattr(self, f"layer{stage + 1}", members)
         self.stages = len(blocks)
-        self.fc = nn.Linear(inside, classes)
+        self.fc = nn.Linear(channels, classes)
         for m in self.modules():
             if isinstance(m, nn.Conv2d) and not m.weight.is_meta:
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = scaled(x)
-        small = x.shape[-1] <= SMALL
+        x = pixels_to_float(x)
+        small = x.shape[-1] <= SMALL_IMAGE
         x = F.conv2d(x, self.conv1.weight, stride=1 if small else 2, padding=3)
         x = torch.relu(self.bn1(x, real))
         x = x if small else F.max_pool2d(x, 3, 2, 1)
@@ -72,22 +73,22 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3×3 convolutions, or (deep) 1×1, 3×3, 1×1 with four times the channels, around a shortcut."""
+    """A residual block: two 3×3 convolutions or (deep) 1×1, 3×3, 1×1 with four times the channels, plus a shortcut."""
 
-    def __init__(self, inside: int, width: int, stride: int, deep: bool):
+    def __init__(self, in_channels: int, width: int, stride: int, deep: bool):
         super().__init__()
-        self.outside = width * 4 if deep else width
-        sizes = [(inside, width, 1, 1), (width, width, 3, stride), (width, self.outside, 1, 1)]
+        self.out_channels = width * 4 if deep else width
+        sizes = [(in_channels, width, 1, 1), (width, width, 3, stride), (width, self.out_channels, 1, 1)]
         if not deep:
-            sizes = [(inside, width, 3, stride), (width, width, 3, 1)]
+            sizes = [(in_channels, width, 3, stride), (width, width, 3, 1)]
         for i, (before, after, kernel, step) in enumerate(sizes, 1):
             setattr(self, f"conv{i}", nn.Conv2d(before, after, kernel, step, kernel // 2, bias=False))
             setattr(self, f"bn{i}", Norm(after))
         self.count = len(sizes)
         self.downsample = None
-        if stride > 1 or inside != self.outside:
-            shortcut = nn.Conv2d(inside, self.outside, 1, stride, bias=False)
-            self.downsample = nn.ModuleList([shortcut, Norm(self.outside)])
+        if stride > 1 or in_channels != self.out_channels:
+            shortcut = nn.Conv2d(in_channels, self.out_channels, 1, stride, bias=False)
+            self.downsample = nn.ModuleList([shortcut, Norm(self.out_channels)])
 
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
         out = x
@@ -100,8 +101,9 @@ class Block(nn.Module):
         return torch.relu(out + x)
 
 
-def pretrained(path: Path, start: Params) -> Params:
-    """What the file holds of these names, variances as second moments; a classifier of other classes is left out."""
+def load_pretrained(path: Path, initial: Params) -> Params:
+    """The file's values of these parameters, with running variances as second moments; a classifier of another number of
+    classes is left out."""
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -109,11 +111,11 @@ def pretrained(path: Path, start: Params) -> Params:
     for name in [n for n in found if n.endswith("running_var")]:
         mean = found[name.replace("running_var", "running_mean")]
         found[name.replace("running_var", "running_square")] = found.pop(name) + mean.square()
-    fits = {k: found[k].to(v.dtype) for k, v in start.items() if k in found and found[k].shape == v.shape}
-    missing = [k for k in start if k not in fits and not k.startswith("fc.")]
+    fits = {k: found[k].to(v.dtype) for k, v in initial.items() if k in found and found[k].shape == v.shape}
+    missing = [k for k in initial if k not in fits and not k.startswith("fc.")]
     if missing:
         raise FedvlmError(
-            f"start={path}: {len(missing)} of {len(start)} tensors are missing or of another shape, such as "
-            f"{missing[0]}; is it this depth= and width=?"
+            f"start={path}: {len(missing)} of {len(initial)} tensors are missing or of another shape, such as "
+            f"{missing[0]}; check depth= and width="
         )
     return fits

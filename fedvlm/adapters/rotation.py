@@ -1,8 +1,8 @@
-"""FedOT (Kong et al., 2025): a classifier for all, an orthogonal map of the embedding for each.
+"""FedOT (Kong et al., 2025): a shared classifier, and a private orthogonal map of the image embedding per client.
 
-R = (X − Xᵀ)/2,  W = (I + R)(I − R)⁻¹,  logits = scale · w_g W h.  X is private and starts at 0, so a newcomer has W = I.
-W = diag(W₁ … W_r) with `blocks` = r > 1 (FedOT+B). ‖W h‖ = ‖h‖ = 1, so the paper's normalisation is already there.
-Our reading: the paper's temperature is the backbone's own scale; "block size" in its appendix is the number of blocks.
+R = (X − Xᵀ)/2,  W = (I + R)(I − R)⁻¹,  logits = scale · w_g W h.  X is private and starts at 0: a newcomer has W = I.
+W = diag(W₁ … W_r) with `blocks` = r > 1 (FedOT+B). ‖W h‖ = ‖h‖ = 1, so the paper's normalisation has no effect.
+Our reading: the paper's temperature is the backbone's scale; "block size" in its appendix is the number of blocks.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from fedvlm.core import FedvlmError, Params, linear
 class Rotation(Adapter):
     private: tuple[str, ...] = ("skew",)
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
-    blocks: int = 1  # block-diagonal with this many blocks; 1 is the dense map
+    blocks: int = 1  # diagonal blocks of the map; 1: a dense map
 
     diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
 
@@ -42,26 +42,30 @@ class Rotation(Adapter):
 
     def to_linear(self, task: Task, params: Params) -> Tensor:
         head, maps = params["head"], cayley(params["skew"])
-        parts = head.unflatten(-1, (maps.shape[-3], maps.shape[-1])).transpose(-3, -2)
-        return task.scale * (parts @ maps).transpose(-3, -2).flatten(-2)
+        by_block = torch.unflatten(head, -1, (maps.shape[-3], maps.shape[-1])).transpose(-3, -2)
+        return task.scale * (by_block @ maps).transpose(-3, -2).flatten(-2)
 
 
 def cayley(x: Tensor) -> Tensor:
-    """The orthogonal maps themselves, [..., size, size]."""
+    """The orthogonal blocks W [..., size, size] from the private parameter X."""
     skew = (x - x.mT) / 2
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    return 2 * torch.linalg.solve(eye - skew, eye.expand_as(skew)) - eye  # expanded: a bare eye may be read as vectors
+    inverse: Tensor = torch.linalg.solve(
+        eye - skew, eye.expand_as(skew)
+    )  # solve may take an unexpanded eye for vectors
+    return 2 * inverse - eye
 
 
 def rotate(x: Tensor, h: Tensor) -> Tensor:
-    """W h for every example. W = 2(I − R)⁻¹ − I, so a batch smaller than the embedding needs no W at all: one
-    factorisation and as many right-hand sides as examples, a third of the time (benchmarks/steps.py)."""
+    """W h for every example. W = 2(I − R)⁻¹ − I, so a batch smaller than a block does not need W itself: one
+    factorisation, with the examples as right-hand sides, takes a third of the time (benchmarks/steps.py)."""
     size = x.shape[-1]
-    parts = h.unflatten(-1, (x.shape[-3], size)).transpose(-3, -2)  # [clients, blocks, examples, size]
+    by_block = torch.unflatten(h, -1, (x.shape[-3], size)).transpose(-3, -2)  # [clients, blocks, examples, size]
     if h.shape[-2] >= size:
-        turned = parts @ cayley(x).mT
+        rotated = by_block @ cayley(x).mT
     else:
         skew = (x - x.mT) / 2
         eye = torch.eye(size, dtype=x.dtype, device=x.device)
-        turned = 2 * torch.linalg.solve(eye - skew, parts.mT).mT - parts
-    return turned.transpose(-3, -2).flatten(-2)
+        solved: Tensor = torch.linalg.solve(eye - skew, by_block.mT)
+        rotated = 2 * solved.mT - by_block
+    return rotated.transpose(-3, -2).flatten(-2)

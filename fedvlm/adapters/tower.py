@@ -1,12 +1,12 @@
-"""Full fine-tuning of a foundation model: CLIP's whole image tower is trained, the class names' embeddings stay.
+"""Full fine-tuning: CLIP's whole image tower is trained and shared, the embeddings of the class names are frozen.
 
-logits = scale · cos(tower(pixels), class name).  The start is the backbone as it is, so round 0 is zero-shot.
+logits = scale · cos(tower(pixels), class name).  Training starts from the backbone's weights, so round 0 is zero-shot.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,18 @@ class Tower(Network):
     open_vocabulary: ClassVar[bool] = True
 
     def module(self, task: Task) -> nn.Module:
-        if task.tower is None:
+        if not isinstance(task.tower, nn.Module):
             raise FedvlmError("adapter=tower trains a CLIP's own image tower, and this backbone has none to give")
-        return task.tower  # type: ignore[no-any-return]
+        return task.tower
 
     def init(self, task: Task, seed: int) -> Params:
         task.names()
-        kind = torch.get_default_dtype()
-        return {k: v.detach().to(kind).clone() for k, v in self.module(task).named_parameters()}
+        dtype = torch.get_default_dtype()
+        return {k: v.detach().to(dtype).clone() for k, v in self.module(task).named_parameters()}
 
-    def each(self, task: Task, params: Params, x: Tensor, real: Any = None) -> tuple[Tensor, Tensor]:
-        found, _ = super().each(task, params, x, real)
-        features = F.normalize(found, dim=-1)
+    def logits_and_features(
+        self, task: Task, params: Params, x: Tensor, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        embedding, _ = super().logits_and_features(task, params, x, real)
+        features = F.normalize(embedding, dim=-1)
         return task.scale * features @ task.names().mT, features

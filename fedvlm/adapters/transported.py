@@ -1,12 +1,12 @@
-"""FedOTP (Li et al., CVPR 2024): a shared and a private context, and transport decides which patches each explains.
+"""FedOTP (Li et al., CVPR 2024): a shared and a private context; optimal transport assigns image patches to them.
 
-For an image and a class, T moves mass between the N patches and the two prompts: min ⟨1 − cos, T⟩ − ε H(T) with at most
-1/N from a patch and γ/2 to a prompt, so that a share 1 − γ of the picture may fit neither (`fedvlm.transport`; γ = 0.8,
-ε = 0.1, no gradient through T).  logits = scale · Σ T·cos over patches and prompts. As in the public code that is not
-divided by γ: two prompts that fit every patch give γ · scale, where PromptFL gives scale.
+Per image and class, the plan T moves mass from the N patches to the two prompts: min ⟨1 − cos, T⟩ − ε H(T) with at most
+1/N from a patch and γ/2 to a prompt, so that a share 1 − γ of the image may match neither (`fedvlm.transport`; γ = 0.8,
+ε = 0.1, no gradient through T).  logits = scale · Σ T·cos over patches and prompts. As in the public code this is not
+divided by γ: two prompts that match every patch give γ · scale, where PromptFL gives scale.
 
-The two contexts start from draws of their own: alike, they would get the same half of every patch and the same gradients. A
-newcomer, who has no own, takes the shared one for both.
+The two contexts start from different random draws: equal ones would receive the same half of every patch and the same
+gradients. A newcomer, who has no private context, uses the shared one for both.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.seeds import key
 from fedvlm.transport import unbalanced
 
-ROOM = 1 << 23  # cosines at a time: 32 MB in float32, and about six times that while their plan is found
+CHUNK = 1 << 23  # cosines at a time: 32 MB in float32, and about six times that while their plan is computed
 
 
 @dataclass(frozen=True)
 class Transported(Prompt):
     private: tuple[str, ...] = ("own",)
-    mass: float = 0.8  # γ, the share of the picture that the prompts explain
-    epsilon: float = 0.1  # the plan's entropy
-    iterations: int = 100  # at most, for a plan
+    mass: float = 0.8  # γ, share of the image that is matched with prompts; 1: all of it
+    epsilon: float = 0.1  # ε, weight of the plan's entropy; larger spreads a patch over both prompts
+    iterations: int = 100  # largest number of iterations to compute a plan
 
     view: ClassVar[str] = "patches"
     limits: ClassVar[Limits] = Limits(examples=512, clients=8, gpu=True)
@@ -50,7 +50,7 @@ class Transported(Prompt):
         return params | {"own": params["context"]}
 
     def prompts(self, task: Task, params: Params) -> Tensor:
-        """The class vectors of both contexts, [clients, 2, classes, dim]; a context that is one for all is read once."""
+        """The class vectors of both contexts, [clients, 2, classes, dim]; a shared one is encoded once for all clients."""
         both = (super(Transported, self).class_vectors(task, {"context": params[k]}) for k in ("context", "own"))
         return torch.stack(torch.broadcast_tensors(*both), 1)
 
@@ -64,19 +64,18 @@ class Transported(Prompt):
         return params | {TEXT_FEATURES: self.prompts(task, params)}
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return task.scale * self.match(
-            x, params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
-        )
+        text = params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
+        return task.scale * self.similarity(x, text)
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         text = self.prompts(task, params)
-        return task.scale * self.match(batch.x, text), F.normalize(text.mean(1), dim=-1)
+        return task.scale * self.similarity(batch.x, text), F.normalize(text.mean(1), dim=-1)
 
-    def match(self, x: Tensor, text: Tensor) -> Tensor:
-        """Σ T·cos [clients, examples, classes], a few examples at a time."""
-        each = max(len(x), len(text)) * x.shape[2] * text.shape[1] * text.shape[2]
+    def similarity(self, x: Tensor, text: Tensor) -> Tensor:
+        """Σ T·cos over patches and prompts, [clients, examples, classes], a few examples at a time."""
+        cosines_per_example = max(len(x), len(text)) * x.shape[2] * text.shape[1] * text.shape[2]
         parts = []
-        for part in x[:, :, 1:].split(max(1, ROOM // each), 1):
+        for part in x[:, :, 1:].split(max(1, CHUNK // cosines_per_example), 1):
             cosines = torch.einsum("knpd,kmcd->kncpm", part.to(text), text)
             plan = unbalanced(1 - cosines, self.epsilon, self.mass, self.iterations)
             parts.append((plan * cosines).sum((-2, -1)))

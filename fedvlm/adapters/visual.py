@@ -1,11 +1,13 @@
-"""Visual prompt tuning (VPT, Jia et al., 2022): learned tokens stand beside the image's own; the model stays.
+"""Visual prompt tuning (VPT, Jia et al., 2022): learned tokens enter the image tower beside the image's; it is frozen.
 
-Shallow: `tokens` vectors join the class token and the patches where they enter the image tower, and go through it with them.
-Deep: each layer gets new ones in place of what became of the last. logits = scale · cos(image, class name).
-layers=n lets the tokens join at the last n layers only, below which nothing has to be computed twice; 0 is the whole tower.
+Shallow: `tokens` vectors are added to the class token and the patches at the input of the image tower, and pass through
+it with them. Deep: at each layer new vectors replace the output of the layer below for the previous ones.
+logits = scale · cos(image, class name). With layers=n the tokens enter at the last n layers only, so that the
+activations below are computed once and stored; 0 is the whole tower.
 Parameters, shared: `tokens` [1 or layers, tokens, width] ~ N(0, 0.02).
 
-Our reading: a token joins behind the tower's first norm, not before it; the paper's own start is uniform.
+Our reading: tokens enter after the tower's first norm, not before it; the paper itself starts from a uniform
+distribution.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from fedvlm.seeds import generator
 
 @dataclass(frozen=True)
 class Visual(Layered):
-    tokens: int = 8
-    deep: bool = False  # new ones at each layer
+    tokens: int = 8  # learned tokens beside the image's patches
+    deep: bool = False  # new tokens at each layer; false: at the first only
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise FedvlmError(f"tokens={self.tokens} must be at least 1; zero-shot is the recipe without any")
+            raise FedvlmError(f"tokens={self.tokens} must be at least 1; for none, use the recipe zero-shot")
 
     def init(self, task: Task, seed: int) -> Params:
         task.names()
-        top = towers_of(task).image.last(self.layers)
-        depth = len(top.layers) if self.deep else 1
-        return {"tokens": 0.02 * torch.randn(depth, self.tokens, top.width, generator=generator(seed, 59))}
+        image_layers = towers_of(task).image.last(self.layers)
+        depth = len(image_layers.layers) if self.deep else 1
+        return {"tokens": 0.02 * torch.randn(depth, self.tokens, image_layers.width, generator=generator(seed, 59))}
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         tokens = params["tokens"]
-        top = towers_of(task, self.precision).image.last(self.layers)
-        return F.normalize(top.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
+        image_layers = towers_of(task, self.precision).image.last(self.layers)
+        return F.normalize(image_layers.features(x, tokens=tokens).to(tokens.dtype), dim=-1)

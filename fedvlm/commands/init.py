@@ -12,7 +12,7 @@ from fedvlm.errors import FedvlmError
 START = """# A recipe of your own: fedvlm run {file}
 # What you set here beats what {like} says, tuned settings included; the command line beats both.
 title: {title}
-idea: ""  # one sentence: what is new
+# idea: one sentence that says what is new
 like: {like}  # everything that is not said here
 # adapter: {adapter}  # or a file of your own: my_adapter.py (see docs/add-a-method.md)
 # local: {local}

@@ -2,7 +2,7 @@
 
 Metadata (JSON text): `classes`, the name of each label; `domains`, the name of each domain, with tensor `domain` [n];
 `scale`, the logit scale. Optional tensors: `text` [classes, dim], the class names' embeddings; `group` [n], rows that stay
-in one split. `fedvlm.data` writes such files from arrays.
+in one split. `fedvlm.dataset` writes such files from arrays.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.machine import cache_home
 from fedvlm.names import file_name
 
+GROUP = r"-group-(.+)\.png$"  # in the names of files that belong to a group
 Labels = Sequence[int] | Sequence[str] | np.ndarray | Tensor
 
 
@@ -33,6 +34,7 @@ class Dataset:
     """A path in the cache, for `data=`; made by `fedvlm.dataset`."""
 
     path: Path
+    group: str = ""  # for `group=`: where the files' names say which group they belong to
 
     def __str__(self) -> str:
         return str(self.path)
@@ -81,16 +83,17 @@ def dataset(
         given_text = None if text is None else torch.as_tensor(as_array(text))
         return Dataset(store_embeddings(name, vectors, y, names, domains, groups, given_text, scale))
     images = as_images(array) if array is not None else (as_image(i) for i in cast(Iterable[object], x))
-    return Dataset(store_images(name, images, [names[c] for c in y], domains, who))
+    path = store_images(name, images, [names[c] for c in y], domains, who)
+    return Dataset(path, GROUP if any(who) else "")
 
 
-def stored(data: object) -> str:
-    """The name of the data for `data=`, whatever kind of object it is."""
+def stored(data: object) -> Dataset:
+    """The data in the cache, whatever kind of object it is."""
     if isinstance(data, Dataset):
-        return str(data.path)
+        return data
     if isinstance(data, tuple) and len(data) in (2, 3):
-        return str(dataset(data[0], data[1], clients=data[2] if len(data) == 3 else None).path)
-    return str(dataset(data).path)
+        return dataset(data[0], data[1], clients=data[2] if len(data) == 3 else None)
+    return dataset(data)
 
 
 def from_pairs(

@@ -195,6 +195,7 @@ def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, p
         raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
     if candidates:
         known = [known[k * len(known) // candidates] for k in range(min(candidates, len(known)))]
+    assert isinstance(pool.task.tower, TextTower)  # an adapter that needs nouns requires it
     encode = partial(_encode_names, pool.task.tower, template)
     found = text_embeddings_by(backbone, known, encode, f"noun {template} ", progress)
     assert found is not None

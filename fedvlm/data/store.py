@@ -31,6 +31,7 @@ from fedvlm.data.corruptions import KINDS, corrupt
 from fedvlm.data.source import Source, decode, digest
 from fedvlm.errors import nearest
 from fedvlm.machine import cache_home
+from fedvlm.names import file_name
 
 BATCH = 64  # images per call of an encoder
 PHRASES = 256  # phrases per call of an encoder
@@ -127,8 +128,11 @@ def checksum(key: bytes, row: np.ndarray) -> int:
 
 def open_view(backbone: Backbone, view: str = "embedding") -> View:
     """`view` is one of the backbone's image views, or "text" for embeddings of phrases."""
-    folder = home() / "features" / f"{Path(backbone.name).name}-{backbone.fingerprint[:12]}-{view.replace('@', '-')}"
-    return View(folder, ViewFormat((backbone.dim,)) if view == "text" else view_format(backbone, view))
+    name = f"{Path(backbone.name).name}-{backbone.fingerprint[:12]}-{view.replace('@', '-')}"
+    return View(
+        home() / "features" / file_name(name),
+        ViewFormat((backbone.dim,)) if view == "text" else view_format(backbone, view),
+    )
 
 
 def features(

@@ -16,9 +16,8 @@ import torch
 from fedvlm.core import Cohort, Message
 from fedvlm.data.federation import Federation
 from fedvlm.errors import NoQuorum
-from fedvlm.evaluate.protocols import MEASURES
 from fedvlm.method import Method
-from fedvlm.records import Number, RoundRecord, Scores
+from fedvlm.records import MEASURES, Number, RoundRecord, Scores
 
 Correct = dict[str, np.ndarray]  # "base", "novel" → correctly classified examples of each class, [clients, classes]
 

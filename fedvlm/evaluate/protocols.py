@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from fedvlm.config import OPEN
-from fedvlm.records import Number, RoundRecord, RunRecord, Scores, Select
+from fedvlm.records import MEASURES, Number, RunRecord, Scores, Select, value_of
 
-MEASURES = ("local", "base", "novel", "hm")  # of a base-to-novel run (evaluate/novel.py)
 Entry = tuple[float, bool]  # test accuracy (NaN where there is no such model), and whether nobody trained on it
 
 
 def target(record: RunRecord) -> str:
     """The held-out domains or clients."""
     return "+".join(record.unseen) or "nobody"
-
-
-def value_of(record: RoundRecord, name: str) -> Number:
-    """A number at the top level of a round's record; None where it was not recorded."""
-    entries: Mapping[str, object] = record
-    found = entries.get(name)
-    return found if isinstance(found, int | float) else None
 
 
 def row(record: RunRecord, select: Select = "last") -> dict[str, Entry]:

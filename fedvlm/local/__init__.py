@@ -1,1 +1,1 @@
-"""How a client turns its data into a reply. One file, one rule."""
+"""Local rules: how a client trains on its data, and what it replies. One rule per file."""

@@ -1,4 +1,4 @@
-"""What a local rule is: how a client turns the server's message and its own data into a reply.
+"""The interface of a local rule: how a client turns the server's message and its own data into a reply.
 
 The defaults are FedAvg's client: train the shared model, and send it back. A rule overrides the step that differs:
 `gradients` (another loss), `fit` (another training loop), `personal_copy` (what a client keeps), `adapt` (what happens
@@ -17,21 +17,23 @@ from fedvlm.local.descent import Gradients, OptimiserSettings, optimise
 from fedvlm.local.model import Model
 from fedvlm.tasks import Objective
 
-Shapes = dict[str, tuple[int, ...]]  # of one client's value: () is a number, −1 an axis of any length
+Shapes = dict[
+    str, tuple[int, ...]
+]  # by name, the shape of one client's value: () is a number, −1 an axis of any length
 
 
 class Trained(NamedTuple):
     """What a client has after training, [clients, ...] each."""
 
     own: Params  # its new private row
-    shared: Params  # goes up: the shared parameters as trained
-    values: Params  # goes up beside them, by the names in `uploads`
+    shared: Params  # the shared parameters as trained; sent to the server
+    values: Params  # sent beside them, by the names in `uploads`
 
 
 @dataclass(frozen=True)
 class Local(OptimiserSettings):
-    objective: Objective = "cross-entropy"
-    keep: bool = False  # a client's personal model is the one it trained last; false: the shared model
+    objective: Objective = "cross-entropy"  # the training loss; contrastive is that of FedCLIP's public code
+    keep: bool = False  # true: a client's personal model is the one it trained last; false: the shared model
 
     adapts: ClassVar[bool] = False  # whether `adapt` changes the personal model at test time
     partner: ClassVar[str] = ""  # the only merge it works with; "" any
@@ -41,11 +43,11 @@ class Local(OptimiserSettings):
         return ""
 
     def uploads(self, task: Task, shared: Params) -> Shapes:
-        """What goes up beside the shared parameters."""
+        """What a client sends beside the shared parameters."""
         return {"n": (), "loss": ()}
 
     def private_state(self, shared: Params) -> Params:
-        """What the rule keeps on a client beside the adapter's private parameters: its values on a new client."""
+        """What the rule stores per client beside the adapter's private parameters, as a new client starts with it."""
         return copies.empty(shared) if self.keep else {}
 
     def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
@@ -57,7 +59,7 @@ class Local(OptimiserSettings):
         return {"loss": optimise(self, params, data, self.gradients(model, message, own))}
 
     def personal_copy(self, model: Model, own: Params, message: Message, trained: Params, data: Data) -> Params:
-        """The shared parameters of the personal model that a client keeps (`keep`)."""
+        """The shared parameters of the personal model that a client stores (`keep`)."""
         return select(trained, message.shared)
 
     def train(self, model: Model, own: Params, message: Message, data: Data) -> Trained:
@@ -68,14 +70,14 @@ class Local(OptimiserSettings):
         return Trained(select(params, private) | kept, select(params, message.shared), {"n": data.sizes(), **values})
 
     def personal(self, own: Params, shared: Params) -> Params:
-        """The model a client uses for itself; `shared` has a client axis."""
+        """Each client's personal model; `shared` has a client axis."""
         return copies.adapter_params(own) | (copies.load(own, shared) if self.keep else shared)
 
     def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
-        """The same at test time, for rules that first train on the client's training data."""
+        """The personal model at test time, for rules that first train it on the client's training data."""
         return self.personal(own, shared)
 
 
 def anchor_of(message: Message) -> Params:
-    """The shared model that was sent, with a client axis, for terms that stay near it."""
+    """The shared model that was sent, with a client axis, for loss terms that keep parameters or features near its own."""
     return with_client_axis(message.shared)

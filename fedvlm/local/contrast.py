@@ -1,8 +1,8 @@
-"""FedPGP's client (Cui et al., ICML 2024): the shared prompt is drawn to the frozen model's own words for a class, and away
-from the client's personal prompt.
+"""FedPGP's client (Cui et al., ICML 2024): a contrastive term between the frozen, the shared and the personal prompt.
 
+The shared prompt's class features are pulled towards the frozen model's and pushed away from the personal prompt's:
 loss + μ · −log [e^{cos(g, z)/t} / (e^{cos(g, z)/t} + e^{cos(g, p)/t})], the mean over classes, with z, g, p the class
-features of the frozen model ("a photo of a …"), of the shared part alone and of the whole; t = 0.5, μ = 1.
+features of the frozen model ("a photo of a …"), of the shared part alone and of the whole prompt; t = 0.5, μ = 1.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class Contrast(Local):
-    contrast: float = 1.0  # μ
-    temperature: float = 0.5  # t
+    contrast: float = 1.0  # μ, weight of the contrastive term; 0: none
+    temperature: float = 0.5  # t, of the contrastive term
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -38,8 +38,8 @@ class Contrast(Local):
         def loss(now: Params, batch: Batch) -> Tensor:
             logits, whole = adapter.logits_and_aligned(task, now, batch)
             shared = class_vectors(adapter, task, adapter.shared_only(now))
-            toward, away = (shared * names).sum(-1), (shared * whole).sum(-1)
-            apart = F.softplus((away - toward) / self.temperature).mean(-1)
-            return adapter.loss(self.objective, logits, batch) + self.contrast * apart
+            positive, negative = (shared * names).sum(-1), (shared * whole).sum(-1)  # cosines
+            term = F.softplus((negative - positive) / self.temperature).mean(-1)
+            return adapter.loss(self.objective, logits, batch) + self.contrast * term
 
         return by_autograd(loss)

@@ -8,7 +8,7 @@ import torch
 from fedvlm.core import Params
 
 COPY = "personal."  # prefix of names in a private row that are not the adapter's; refused as a parameter's name
-STARTED = COPY + "started"
+STARTED = COPY + "started"  # 1 once there is a copy
 
 
 def empty(shared: Params) -> Params:
@@ -24,7 +24,7 @@ def store(copy: Params) -> Params:
 
 
 def load(own: Params, shared: Params) -> Params:
-    """The copy where there is one, else the shared parameters."""
+    """Each client's copy where it has one, else the shared parameters."""
     if not shared:
         return {}
     started = own[STARTED] > 0
@@ -32,5 +32,5 @@ def load(own: Params, shared: Params) -> Params:
 
 
 def adapter_params(own: Params) -> Params:
-    """The adapter's private parameters among a client's row."""
+    """The adapter's private parameters in the clients' rows."""
     return {k: v for k, v in own.items() if not k.startswith(COPY)}

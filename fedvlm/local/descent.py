@@ -20,19 +20,20 @@ MOMENTUM = 0.1  # how far a running statistic moves towards the batch's in a ste
 
 @dataclass(frozen=True)
 class OptimiserSettings:
-    """Optimiser settings of a client. Its optimiser state is reset every round."""
+    """Optimiser settings of a client. Optimiser state is reset every round."""
 
-    lr: float = 0.01
-    epochs: int = 1
-    batch: int = 32
-    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
-    momentum: float = 0.0  # sgd only
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)  # adam, adamw
-    eps: float = 1e-8  # adam, adamw
-    schedule: Literal["constant", "cosine"] = "constant"  # over rounds
+    lr: float = 0.01  # learning rate on the clients
+    epochs: int = 1  # passes over a client's training data per round
+    batch: int = 32  # examples per step
+    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"  # as in torch.optim
+    momentum: float = 0.0  # sgd only; 0: none
+    weight_decay: float = 0.0  # 0: none
+    betas: tuple[float, float] = (0.9, 0.999)  # adam and adamw only: decay of the running means
+    eps: float = 1e-8  # adam and adamw only: added to the denominator
+    schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate over rounds
 
     def rate(self, data: Data) -> float:
+        """The learning rate of this round."""
         if self.schedule == "constant":
             return self.lr
         return float(self.lr * 0.5 * (1 + np.cos(np.pi * (data.round - 1) / data.rounds)))
@@ -40,8 +41,8 @@ class OptimiserSettings:
 
 @torch.no_grad()
 def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients, updates: int = 1) -> Tensor:
-    """Trains `params` [clients, ...] in place for the round's epochs, with so many updates per batch; returns the mean
-    training loss of each client."""
+    """Trains `params` [clients, ...] in place for one round, with `updates` steps per batch; returns the mean training
+    loss of each client."""
     total = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
     steps = np.ceil(data.counts("train") / settings.batch) * settings.epochs
     if not params:
@@ -60,7 +61,7 @@ def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients:
 
 
 def by_autograd(loss: Loss) -> Gradients:
-    """The gradients of any loss. The losses of different clients are independent, so one backward pass serves all."""
+    """Gradients of any loss. The losses of different clients are independent, so one backward pass computes all."""
 
     @torch.enable_grad()
     def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
@@ -78,10 +79,10 @@ def with_proximal_term(gradients: Gradients, anchor: Params, strength: float) ->
         each, found = gradients(now, batch)
         if strength == 0 or not anchor:
             return each, found
-        away = {k: v - anchor[k] for k, v in now.items() if k in anchor and not is_running_statistic(k)}
-        extra = torch.stack([a.square().flatten(1).sum(1) for a in away.values()]).sum(0)
-        pulled = [f + strength * away[k] if k in away else f for k, f in zip(now, found, strict=True)]
-        return each + strength / 2 * extra, pulled
+        difference = {k: v - anchor[k] for k, v in now.items() if k in anchor and not is_running_statistic(k)}
+        distance = torch.stack([d.square().flatten(1).sum(1) for d in difference.values()]).sum(0)
+        total = [f + strength * difference[k] if k in difference else f for k, f in zip(now, found, strict=True)]
+        return each + strength / 2 * distance, total
 
     return proximal
 
@@ -101,6 +102,7 @@ class Optimiser:
         self.values = [v for k, v in params.items() if not is_running_statistic(k)]
         if not all(v.is_contiguous() for v in self.values):
             raise ValueError("parameters must be contiguous: the fused kernels would silently read them wrongly")
+        # optimiser state: the momentum buffer of SGD, the two running means of Adam
         slots = {"sgd": 1 if settings.momentum else 0, "adam": 2, "adamw": 2}[settings.optimiser]
         self.slots = [[torch.zeros_like(v) for v in self.values] for _ in range(slots)]
 
@@ -118,12 +120,12 @@ class Optimiser:
             self._adam(values, gradients, slots, rate)
 
     def _sgd(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
-        for i, (value, slope) in enumerate(zip(values, gradients, strict=True)):
+        for i, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
             if self.settings.weight_decay:
-                slope = slope + self.settings.weight_decay * value
+                gradient = gradient + self.settings.weight_decay * value
             if self.settings.momentum:
-                slope = slots[0][i].mul_(self.settings.momentum).add_(slope)
-            value.sub_(slope, alpha=rate)
+                gradient = slots[0][i].mul_(self.settings.momentum).add_(gradient)
+            value.sub_(gradient, alpha=rate)
 
     def _adam(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
         settings = self.settings
@@ -135,7 +137,7 @@ class Optimiser:
 
 Kernel = Callable[..., None]
 _kernels = tuple(k for name in ("_fused_adam_", "_fused_adamw_") if (k := getattr(torch, name, None)) is not None)
-# private to torch, and a third of the time of separate passes (benchmarks/steps.py); None: `adam` serves
+# private to torch; takes a third of the time of separate passes (benchmarks/steps.py). None: `adam` is used instead
 FUSED: tuple[Kernel, ...] | None = _kernels if len(_kernels) == 2 else None
 
 

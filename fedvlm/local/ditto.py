@@ -1,6 +1,7 @@
-"""Ditto (Li et al., 2021): beside the shared model a private copy v, tied to it.  loss(v) + λ/2 ‖v − w_g‖².
+"""Ditto (Li et al., 2021): a private copy v of the shared model, kept near it.  loss(v) + λ/2 ‖v − w_g‖².
 
-The copy covers the shared names; an adapter's own private names are trained with the shared model and held for v.
+The copy covers the shared parameters; an adapter's private parameters are trained with the shared model and stay fixed
+while v is trained.
 """
 
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class Ditto(Local):
-    keep: bool = True  # always: the copy is the method
-    strength: float = 0.1  # λ, the tie between the private copy and the shared model
+    keep: bool = True  # always true: the copy is the personal model
+    strength: float = 0.1  # λ, weight of the distance between the copy and the shared model; 0: independent
 
     def __post_init__(self) -> None:
         if not self.keep:
-            raise FedvlmError("keep=false: Ditto is its private copy; leave keep out, or use local=sgd")
+            raise FedvlmError(
+                "keep=false: Ditto's personal model is the private copy; leave keep out, or use local=sgd"
+            )
 
     def personal_copy(self, model: Model, own: Params, message: Message, trained: Params, data: Data) -> Params:
         anchor = anchor_of(message)

@@ -1,7 +1,7 @@
-"""FedRep (Collins et al., 2021): the private part first, with the shared part still; then the shared part.
+"""FedRep (Collins et al., 2021): trains the private parameters first, with the shared ones fixed, then the reverse.
 
-What is private is the adapter's choice (private=head). FedPer trains both together: that is local=sgd. FedBABU never
-trains the private part while federating: private_epochs=0.
+`private=` says what is private (private=head). FedPer trains both together, which is local=sgd. FedBABU does not train
+the private parameters during federated training: private_epochs=0.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class FedRep(Local):
-    private_epochs: int = 1  # on the private part, before `epochs` on the shared one
+    private_epochs: int = 1  # passes that train the private parameters, before `epochs` for the shared ones; 0: none
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         names = message.shared

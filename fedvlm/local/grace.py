@@ -1,15 +1,15 @@
-"""GRACE's client (Zhang et al., MICCAI 2023): a meta-gradient, corrected so that features stay near the broadcast model's.
+"""GRACE's client (Zhang et al., MICCAI 2023): a meta-gradient with a term that keeps features near the sent model's.
 
-w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇[L + λ·CORAL](w′; second half), first order: as PerFedAvg, and the
-gradient taken ahead also pulls the features back. (FFT-GP's BGP goes on from w′ instead.) The public code holds the
-server's half only, so the alignment (CORAL, of those the paper offers), λ = 1 and the inner step are our reading.
+w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇[L + λ·CORAL](w′; second half), first order: as PerFedAvg, with
+an alignment term in the gradient at w′. (FFT-GP's BGP continues from w′ instead.) The public code contains the server's
+part only, so the alignment (CORAL, one of those the paper offers), λ = 1 and the inner step are our reading.
 """
 
 from dataclasses import dataclass
 
 from fedvlm.core import Message, Params
 from fedvlm.local.base import Local, anchor_of
-from fedvlm.local.bgp import aligned
+from fedvlm.local.bgp import aligned_loss
 from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.local.model import Model
 from fedvlm.local.perfedavg import meta_gradients
@@ -17,11 +17,11 @@ from fedvlm.local.perfedavg import meta_gradients
 
 @dataclass(frozen=True)
 class Grace(Local):
-    keep: bool = True  # its personal models are the locally trained ones
-    align: float = 1.0  # λ, the weight of the alignment
-    inner: float = 0.01  # α, the inner step
+    keep: bool = True  # true: a client's personal model is the one it trained last; false: the shared model
+    align: float = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
+    inner: float = 0.01  # α, learning rate of the inner step
 
     def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
         anchor = anchor_of(message)
-        near = by_autograd(lambda now, batch: aligned(model, self.objective, now, anchor, batch, self.align))
-        return meta_gradients(super().gradients(model, message, own), near, self.inner)
+        outer = by_autograd(lambda now, batch: aligned_loss(model, self.objective, now, anchor, batch, self.align))
+        return meta_gradients(super().gradients(model, message, own), outer, self.inner)

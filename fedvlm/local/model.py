@@ -1,8 +1,9 @@
-"""An adapter on its task: logits, losses and their gradients, for a few clients side by side."""
+"""An adapter together with its task: logits, losses and their gradients, for several clients at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -29,29 +30,29 @@ class Model:
         return self.adapter.losses(self.adapter.train_logits(self.task, params, batch), batch.y)
 
     def gradients(self, objective: Objective, held: Params | None = None) -> Gradients:
-        """The loss and its gradient in the parameters that are trained; `held` parameters are fixed. In closed form where
-        the adapter has it (under half the time of a small step, benchmarks/steps.py), by autograd otherwise."""
-        adapter = self.adapter
+        """The loss and its gradient in the trained parameters; `held` parameters stay fixed. In closed form where the
+        adapter has one (a small step then takes under half the time, benchmarks/steps.py), by autograd otherwise."""
 
         def complete(now: Params, batch: Batch) -> Params:
             return now | {k: v[: len(batch.y)] for k, v in (held or {}).items()}
 
-        def closed_form(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-            params = complete(now, batch)
-            each, residual = cross_entropy_gradient(self.logits(params, batch.x), batch)
-            assert isinstance(adapter, HasGradient)
-            found = adapter.gradient(self.task, params, batch.x, residual)
-            return each, [found[k] for k in now]
+        if objective == "cross-entropy" and has_own_gradient(type(self.adapter)):
+            gradient = cast(HasGradient, self.adapter).gradient
 
-        if objective == "cross-entropy" and has_own_gradient(adapter):
+            def closed_form(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+                params = complete(now, batch)
+                each, residual = cross_entropy_gradient(self.logits(params, batch.x), batch)
+                found = gradient(self.task, params, batch.x, residual)
+                return each, [found[k] for k in now]
+
             return closed_form
         return by_autograd(lambda now, batch: self.loss(objective, complete(now, batch), batch))
 
 
-def has_own_gradient(adapter: Adapter) -> bool:
-    """Whether `gradient` belongs to this adapter's loss: an adapter that inherits it but changes its logits or its loss
-    is left to autograd."""
-    for kind in type(adapter).__mro__:
+def has_own_gradient(adapter: type[Adapter]) -> bool:
+    """Whether `gradient` is that of the adapter's loss: an adapter that inherits it but changes its logits or its loss
+    uses autograd."""
+    for kind in adapter.__mro__:
         if vars(kind).keys() & {"gradient", "logits", "train_logits", "loss"}:
             return "gradient" in vars(kind)
     return False

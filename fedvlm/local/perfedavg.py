@@ -1,7 +1,8 @@
-"""PerFedAvg, first order (Fallah et al., 2020): learn a start from which one step adapts.
+"""PerFedAvg, first order (Fallah et al., 2020): trains a model that adapts to a client in one gradient step.
 
-w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇L(w′; second half).  At test a client takes `steps` such inner
-steps from the shared model on its own training data. A newcomer has no labels to adapt with and takes the shared model.
+w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇L(w′; second half).  At test time a client takes `steps` such
+inner steps from the shared model on its own training data. A newcomer has no labels to adapt with and uses the shared
+model.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class PerFedAvg(Local):
-    inner: float = 0.01  # α, the inner step
-    steps: int = 1  # inner steps at test
+    inner: float = 0.01  # α, learning rate of the inner step
+    steps: int = 1  # inner steps at test time, 1 or more
 
     adapts: ClassVar[bool] = True
 
@@ -33,33 +34,33 @@ class PerFedAvg(Local):
         plain = model.gradients(self.objective)
         if not params:
             return params
-        whole = max(1, int(data.counts("train").max(initial=1)))  # all of a client's data is one batch, one step
-        for batch in data.batches(whole, self.steps):
+        size = max(1, int(data.counts("train").max(initial=1)))  # one batch holds all of a client's data
+        for batch in data.batches(size, self.steps):
             now = {k: v[: len(batch.y)] for k, v in params.items()}
             _, found = plain(now, batch)
-            moved = gradient_step(now, found, self.inner)
-            params = {k: torch.cat([moved[k], v[len(batch.y) :]]) for k, v in params.items()}
+            stepped = gradient_step(now, found, self.inner)
+            params = {k: torch.cat([stepped[k], v[len(batch.y) :]]) for k, v in params.items()}
         return params
 
 
-def meta_gradients(first: Gradients, then: Gradients, inner: float) -> Gradients:
-    """The slope `then` has on half of the batch, one step of `first` on the other half ahead."""
+def meta_gradients(inner: Gradients, outer: Gradients, rate: float) -> Gradients:
+    """The gradient `outer` on one half of the batch, at the parameters after a step of `inner` on the other half."""
 
     def meta(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-        one, other = halves(batch)
-        _, found = first(now, one)
-        return then(gradient_step(now, found, inner), other)
+        first, second = split_batch(batch)
+        _, found = inner(now, first)
+        return outer(gradient_step(now, found, rate), second)
 
     return meta
 
 
-def halves(batch: Batch) -> tuple[Batch, Batch]:
+def split_batch(batch: Batch) -> tuple[Batch, Batch]:
     """Even and odd examples; a client with one example uses it for both."""
     real = (batch.weight > 0).to(batch.weight.dtype)
-    lane = torch.arange(batch.y.shape[1], device=batch.y.device)
+    position = torch.arange(batch.y.shape[1], device=batch.y.device)
     parts = []
     for odd in (0, 1):
-        mine = real * (lane % 2 == odd)
-        mine = torch.where(mine.sum(-1, keepdim=True) > 0, mine, real)
-        parts.append(batch._replace(weight=mine / mine.sum(-1, keepdim=True)))
+        chosen = real * (position % 2 == odd)
+        chosen = torch.where(chosen.sum(-1, keepdim=True) > 0, chosen, real)
+        parts.append(batch._replace(weight=chosen / chosen.sum(-1, keepdim=True)))
     return parts[0], parts[1]

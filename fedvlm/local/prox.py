@@ -1,4 +1,4 @@
-"""FedProx (Li et al., 2020): stay near what was sent.  loss + μ/2 ‖w − w_g‖²."""
+"""FedProx (Li et al., 2020): a proximal term keeps the model near the one that was sent.  loss + μ/2 ‖w − w_g‖²."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class Prox(Local):
-    mu: float = 0.01  # strength of the pull
+    mu: float = 0.01  # μ, weight of the proximal term; 0: FedAvg
 
     def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
         return with_proximal_term(super().gradients(model, message, own), anchor_of(message), self.mu)

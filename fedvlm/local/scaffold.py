@@ -1,4 +1,4 @@
-"""SCAFFOLD's client (Karimireddy et al., 2020): every gradient is corrected by how this client is known to drift.
+"""SCAFFOLD's client (Karimireddy et al., 2020): control variates correct every gradient for the client's drift.
 
 g − c_i + c instead of g;  after K steps c_i⁺ = c_i − c + (w_g − w_i)/(K η) (option II), and c_i⁺ − c_i goes up.
 c_i is private; c comes with the message. K η assumes plain SGD: use optimiser=sgd, momentum=0.

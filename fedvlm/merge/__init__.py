@@ -1,1 +1,1 @@
-"""What the server does with the replies. One file, one rule."""
+"""Merges: what the server does with the clients' replies. One merge per file."""

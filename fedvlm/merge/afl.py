@@ -1,4 +1,7 @@
-"""AFL (Mohri et al., 2019): the mixture of clients that is worst for the model.  λ ← Proj(λ + γ L_i(w_g)), w = Σ λ_i w_i."""
+"""AFL (Mohri et al., 2019): weights approach the mixture of clients with the largest loss.
+
+λ ← Proj(λ + γ L_i(w_g)), the projection onto the simplex;  w = Σ λ_i w_i.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ from fedvlm.merge.ga import Ga, normalised
 
 @dataclass(frozen=True)
 class Afl(Ga):
-    pace: float = 0.1  # γ, the step of the mixture's weights
+    pace: float = 0.1  # γ, learning rate of the clients' weights
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)

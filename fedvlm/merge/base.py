@@ -1,4 +1,4 @@
-"""What a merge is: how the server turns the clients' replies into the next state.
+"""The interface of a merge: how the server turns the clients' replies into the next state.
 
 Most merges need all replies of a round at once: `gather` asks for them, and `finish` writes the records and returns the
 new state. Merges that only need a weighted sum can stream instead (merge/mean.py).
@@ -23,8 +23,8 @@ from fedvlm.local.model import Model
 class Start(NamedTuple):
     """What a server has before the first round."""
 
-    server: Params  # its own state
-    task: Params = {}  # class embeddings that it sends; {}: the frozen ones
+    server: Params  # server-only state, never sent
+    task: Params = {}  # class embeddings that it sends; {}: clients use the frozen ones
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Merge:
     cosine: bool = False  # also record the mean cosine between clients' updates (FedOT's Table 2)
     gaps: bool = False  # also record the generalisation gap of each client: loss of the mean − loss of its own model
 
-    requires_parameters: ClassVar[tuple[str, ...]] = ()  # shared parameters it works on by name
-    reveals: ClassVar[str] = ""  # what it makes clients send of private data beside parameters and numbers, in words
+    requires_parameters: ClassVar[tuple[str, ...]] = ()  # names of shared parameters that the adapter must have
+    reveals: ClassVar[str] = ""  # in words, private data that clients send beside parameters and numbers; "": none
     partner: ClassVar[str] = ""  # the only local rule it works with; "" any
 
     @property
@@ -50,18 +50,19 @@ class Merge:
         return {}
 
     def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
-        """That, computed on the clients from the model as trained; and the lengths of values with an axis of any length
-        (padded to the longest client), [clients] each."""
+        """The values of `uploads`, computed on the clients from the trained model; and, for values with an axis of any
+        length (padded to the longest client), their lengths, [clients] each."""
         return {}, {}
 
     def init(self, model: Model, clients: int, seed: int) -> Start:
+        """The server's state before the first round; `clients` is the size of the population."""
         return Start({"after": torch.full((clients,), torch.nan)} if self.gaps else {})
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         raise NotImplementedError
 
     def gather(self, state: State, cohort: Cohort) -> Replies:
-        """Trains; all replies of the round, with the records that `cosine` and `gaps` ask for."""
+        """Has the clients train; returns all replies, and records what `cosine` and `gaps` ask for."""
         reply = cohort.ask("train", state.message())
         agreement, gaps = Agreement(self.cosine), Gaps(state.server)
         agreement.add(reply, state.shared)
@@ -79,7 +80,7 @@ class Merge:
         loss: float,
         server: Params | None = None,
     ) -> State:
-        """The next state; `weight` is what each reply counted, for the record."""
+        """The next state; `weight` [clients], the weight of each reply, and `loss` are only recorded."""
         cohort.notes |= {"weights": by_client(replies.ids, weight), "loss": loss}
         return state._replace(shared=shared, server=state.server | replies.gaps.kept | (server or {}))
 
@@ -93,14 +94,14 @@ class Replies(NamedTuple):
     gaps: Gaps
 
     def sum(self, weight: Tensor) -> Params:
-        """Σ aᵢ wᵢ over the clients."""
+        """Σ aᵢ wᵢ over the clients, a = weight."""
         return {k: torch.tensordot(weight.to(v.dtype), v, dims=1) for k, v in self.shared.items()}
 
     def uniform(self) -> Tensor:
         return torch.full((len(self.ids),), 1 / len(self.ids), dtype=torch.float64)
 
     def sizes(self, weights: str) -> Tensor:
-        """What each client counts before normalisation: its examples (weights=size), or 1 (weights=uniform)."""
+        """Each client's weight before normalisation: its number of examples (weights=size), or 1 (weights=uniform)."""
         return self.values["n"].double() if weights == "size" else torch.ones(len(self.ids), dtype=torch.float64)
 
     def mean_loss(self) -> float:
@@ -113,8 +114,8 @@ class Replies(NamedTuple):
 class Gaps:
     """G_i = L_i(w_g) − L_i(w_i) on validation data: what averaging cost client i in the last round.
 
-    A client evaluates the model it is sent before it trains, so the gap of a round is known one round later without a
-    message of its own: `before` of this round minus `after` of the last one.
+    A client evaluates the model it is sent before it trains, so the gap of a round is known one round later without an
+    extra message: `before` of this round minus `after` of the last one.
     """
 
     def __init__(self, server: Params):

@@ -1,7 +1,7 @@
-"""The mean by class (FOCoOp 2025, §3.3): parameters of a class are averaged by how many of its examples each client has.
+"""Mean per class (FOCoOp 2025, §3.3): a class's parameters are averaged by how many of its examples each client has.
 
-t_c = Σ_k |D_kc| t_kc / Σ_k |D_kc|; a class that no answering client has stays as it was. Other parameters are averaged by
-all examples, as in the plain mean. Clients send how many examples of each class they hold.
+t_c = Σ_k |D_kc| t_kc / Σ_k |D_kc|; a class that no answering client has stays as it was. Other parameters are averaged
+by all examples, as in the plain mean. Clients send their number of training examples per class.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fedvlm.local.base import Shapes
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, Replies
 
-BY_CLASS = ("context", "head")  # parameters whose first axis is the classes, where it has their length
+BY_CLASS = ("context", "head")  # parameters with one row per class, where their first axis has that length
 
 
 @dataclass(frozen=True)
 class Classwise(Merge):
-    weights: Literal["size", "uniform"] = "size"
+    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
 
     def uploads(self, task: Task) -> Shapes:
         return {"class_counts": (len(task.classes),)}
@@ -46,7 +46,7 @@ class Classwise(Merge):
         return self.finish(state, cohort, replies, self.calibrated(shared, replies, cohort), weight, loss)
 
     def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
-        """What the server does with the mean, for merges that go on from here: nothing."""
+        """The final shared parameters from the means; merges that post-process them override this."""
         return shared
 
 

@@ -1,11 +1,11 @@
 """FAA, FFT-GP's server (Algorithm 1): solve for the weights that make every client's gap the same.
 
-The gap is modelled as linear in a client's weight, with slope K_i = (a′_i − a_i)/(G_i − G′_i) measured by one perturbation
-of the weights (GA's). Then a_i = a_i + K_i (G_i − G*) with G* = ΣK_iG_i/ΣK_i (Eqs. 9–11). Eq. 10 can leave the simplex; our
-reading is a_i = max(0, a_i + K_i (G_i − g)) with g such that Σa = 1: the same where Eq. 10 is feasible, and otherwise the
-weights that minimise the largest gap. A slope that is not positive or not finite is replaced by the median of the others;
-without any usable slope GA's weights are used. Two more broadcasts than FedAvg, answered with one number each.
-`every=k` does this each k-th round and GA in between (the paper's Table 15).
+The gap is modelled as linear in a client's weight, with slope K_i = (a′_i − a_i)/(G_i − G′_i) measured by one
+perturbation of the weights (GA's). Then a_i = a_i + K_i (G_i − G*) with G* = ΣK_iG_i/ΣK_i (Eqs. 9–11). Eq. 10 can leave
+the simplex; our reading is a_i = max(0, a_i + K_i (G_i − g)) with g such that Σa = 1: the same where Eq. 10 is
+feasible, and otherwise the weights that minimise the largest gap. A slope that is not positive or not finite is
+replaced by the median of the others; without any usable slope GA's weights are used. Two more broadcasts than FedAvg,
+answered with one number each. `every=k` does this each k-th round and GA in between (the paper's Table 15).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """GA (Zhang et al., CVPR 2023): larger weights for the clients that averaging hurt most.
 
-a_i += step_t · G_i / max|G|, clipped to [0, 1] and normalised; step_t = step/M · (1 − (t − 1)/T).  G_i = L_i(w_g) − L_i(w_i)
-on validation loss (our reading; the public code uses accuracy). If all gaps are zero the weights stay as they are.
+a_i += step_t · G_i / max|G|, clipped to [0, 1] and normalised; step_t = step/M · (1 − (t − 1)/T).
+G_i = L_i(w_g) − L_i(w_i) on validation loss (our reading; the public code uses accuracy). If all gaps are zero the
+weights stay as they are.
 The gap of a round comes with the next round's reply (see `Gaps`), when the next weights are needed: one exchange.
 """
 
@@ -19,8 +20,8 @@ from fedvlm.merge.base import Merge, Replies, Start, require_gaps
 
 @dataclass(frozen=True)
 class Ga(Merge):
-    gaps: bool = True  # always: the weights are computed from them
-    step: float = 0.2  # of the first round, divided by the number of clients
+    gaps: bool = True  # always true: the weights are computed from the gaps
+    step: float = 0.2  # largest change of a weight in the first round, times the number of clients; falls linearly
 
     def __post_init__(self) -> None:
         require_gaps(self)

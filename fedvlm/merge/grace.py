@@ -1,6 +1,6 @@
 """GRACE's server (Zhang et al., MICCAI 2023): replies that agree with the others count more.
 
-a_i ∝ n_i · c_i, with c_i the mean cosine between client i's update and each other's; where one is negative all are
+a_i ∝ n_i · c_i, with c_i the mean cosine between client i's update and each other's; where one is not positive all are
 shifted so that the smallest is 1e-3, as in the public code. Running statistics are averaged but not compared.
 """
 
@@ -18,12 +18,12 @@ from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, by_client
 from fedvlm.merge.ga import normalised
 
-SMALLEST = 1e-3
+SMALLEST = 1e-3  # the least c_i after the shift
 
 
 @dataclass(frozen=True)
 class Grace(Merge):
-    weights: Literal["size", "uniform"] = "size"
+    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)
@@ -36,7 +36,8 @@ class Grace(Merge):
 
 
 def consistency(trained: Params, shared: Params, clients: int) -> Tensor:
-    """Each client's mean cosine to the others' updates, made positive; ones where there is nothing to compare."""
+    """Each client's mean cosine to the others' updates, shifted where one is not positive; ones where there is nothing to
+    compare."""
     names = sorted(k for k in shared if not is_running_statistic(k))
     if clients < 2 or not names:
         return torch.ones(clients, dtype=torch.float64)
@@ -44,5 +45,5 @@ def consistency(trained: Params, shared: Params, clients: int) -> Tensor:
     unit = torch.cat([(trained[k] - sent[k]).flatten(1).double() for k in names], dim=1)
     unit = unit / unit.norm(dim=1, keepdim=True).clamp(min=1e-300)
     cosines = unit @ unit.T
-    mean = (cosines.sum(1) - cosines.diagonal()) / (len(unit) - 1)
+    mean: Tensor = (cosines.sum(1) - cosines.diagonal()) / (len(unit) - 1)
     return mean - mean.min() + SMALLEST if mean.min() <= 0 else mean

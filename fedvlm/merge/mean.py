@@ -16,15 +16,15 @@ OnReply = Callable[[Reply], None]
 
 
 class Averaged(NamedTuple):
-    mean: Params  # of the shared parameters, by weight
-    sums: Params  # of the other values that were asked for, unweighted
-    answered: int
-    server: Params  # what the server keeps for its records
+    mean: Params  # weighted, of the shared parameters
+    sums: Params  # unweighted, of the values named in `sums`
+    answered: int  # clients
+    server: Params  # state that `gaps` needs in the next round
 
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    weights: Literal["size", "uniform"] = "size"
+    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         found = self.average(state, cohort, state.message())
@@ -38,8 +38,8 @@ class Mean(Merge):
         sums: Params | None = None,
         on_reply: OnReply | None = None,
     ) -> Averaged:
-        """Trains, and averages replies as they arrive, so that memory does not grow with the cohort. `sums` names values
-        of the replies to add up as well; `on_reply` is called with every reply."""
+        """Has the clients train, and averages replies as they arrive, so that memory does not grow with the cohort. Values
+        of the replies that are named in `sums` are added up too; `on_reply` is called with every reply."""
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in message.shared.items()}
         plain = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in (sums or {}).items()}
         weights: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""q-FFL (Li et al., 2020), as q-FedAvg: clients with a larger loss pull harder.
+"""q-FFL (Li et al., 2020), as q-FedAvg: clients with a larger loss get larger weights.
 
 Δ_i = F_i^q · (w − w_i)/η,  h_i = q F_i^(q−1) ‖(w − w_i)/η‖² + F_i^q/η,  w ← w − ΣΔ_i/Σh_i.  F_i is the client's loss of
 the model it was sent (on validation data, our reading). q = 0 is FedAvg with uniform weights.
@@ -17,9 +17,9 @@ from fedvlm.merge.base import Merge, require_gaps
 
 @dataclass(frozen=True)
 class Qffl(Merge):
-    gaps: bool = True  # always: F_i comes with them
-    q: float = 1.0  # 0 is FedAvg; larger is fairer
-    reach: float = 0.1  # η, the paper's 1/L: about the distance that a client moves in a round
+    gaps: bool = True  # always true: F_i is the loss `before` that comes with the gaps
+    q: float = 1.0  # exponent of the loss; 0: FedAvg with uniform weights, larger: fairer
+    reach: float = 0.1  # η, the paper's 1/L: about the distance that a client's model moves in a round
 
     def __post_init__(self) -> None:
         require_gaps(self)

@@ -1,9 +1,9 @@
 """FedDTL's schedule (2026, §3.3 and D.3): supervised training until the accuracy no longer changes, then reinforcement.
 
-The first stage ends when the clients' mean training accuracy has changed by less than `calm` for `calm_rounds` rounds in a
-row (the first round has none before it and never counts). From then on a reference model is sent beside the mean model:
-½ (the model at the switch + the latest), or one of the two. local=two_stage changes its training in the second stage;
-other rules ignore the stage.
+The first stage ends when the clients' mean training accuracy has changed by less than `calm` in each of `calm_rounds`
+rounds in a row (the first round has nothing to compare with and never counts). From then on a reference model is sent
+beside the mean model: ½ (the model at the switch + the latest), or one of the two. local=two_stage changes its training
+in the second stage; other rules ignore the stage.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from fedvlm.merge.base import Start
 from fedvlm.merge.mean import Mean, OnReply
 
 FINAL = "sft."  # prefix of the model at the switch, in the server's state
-RECORDED = ("accuracy", "clipped", "flat")  # what clients send of a round, as means over clients
+RECORDED = ("accuracy", "clipped", "flat")  # values of the replies that are recorded, as means over clients
 
 
 @dataclass(frozen=True)
 class Stages(Mean):
-    stage: Literal["both", "supervised", "reinforced"] = "both"  # ablations: only one of them
+    stage: Literal["both", "supervised", "reinforced"] = "both"  # both, or (ablations) only one of them
     calm: float = 0.003  # ε_acc, the change of training accuracy below which a round counts as converged
     calm_rounds: int = 2  # T_r, converged rounds in a row that end the first stage
-    reference: Literal["mix", "latest", "final"] = "mix"
+    reference: Literal["mix", "latest", "final"] = "mix"  # the latest model, the one at the switch, or their mean (mix)
 
     def __post_init__(self) -> None:
         if self.calm < 0 or self.calm_rounds < 1:
             raise FedvlmError(
                 f"calm={self.calm:g} must not be negative and calm_rounds={self.calm_rounds} at least 1; "
-                "stage=supervised never changes, stage=reinforced starts with it"
+                "stage=supervised has no second stage, stage=reinforced no first one"
             )
 
     def uploads(self, task: Task) -> Shapes:
@@ -49,8 +49,8 @@ class Stages(Mean):
     def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
         score, block = model.adapter.task_type.score, model.adapter.limits.examples
         params = model.adapter.prepare(model.task, params, {})
-        right = [score(model.logits(one, x), y[None])[0] for one, x, y in training_blocks(params, data, block)]
-        return {"accuracy": mean_by_client(right, data, block)}, {}
+        correct = [score(model.logits(one, x), y[None])[0] for one, x, y in training_blocks(params, data, block)]
+        return {"accuracy": mean_by_client(correct, data, block)}, {}
 
     def init(self, model: Model, clients: int, seed: int) -> Start:
         start = super().init(model, clients, seed)
@@ -61,13 +61,13 @@ class Stages(Mean):
         return self.train(state, cohort)
 
     def train(self, state: State, cohort: Cohort, on_reply: OnReply | None = None) -> State:
-        """Averages, and applies the schedule."""
+        """One round: averages the replies and applies the schedule."""
         server = dict(state.server)
-        ready = self.stage == "reinforced" or (self.stage == "both" and int(server["stage.calm"]) >= self.calm_rounds)
-        if ready and not any(k.startswith(FINAL) for k in server):
+        second = self.stage == "reinforced" or (self.stage == "both" and int(server["stage.calm"]) >= self.calm_rounds)
+        if second and not any(k.startswith(FINAL) for k in server):
             server |= {FINAL + k: v.clone() for k, v in state.shared.items()}
-        reference = {k: self.near(v, server[FINAL + k]) for k, v in state.shared.items()} if ready else {}
-        stage = REINFORCED if ready else "supervised"
+        reference = {k: self.reference_value(v, server[FINAL + k]) for k, v in state.shared.items()} if second else {}
+        stage = REINFORCED if second else "supervised"
         found: dict[str, list[float]] = {k: [] for k in RECORDED}
 
         def collect(reply: Reply) -> None:
@@ -78,21 +78,21 @@ class Stages(Mean):
 
         averaged = self.average(state, cohort, state.message(stage, reference), on_reply=collect)
         accuracy = float(np.mean(found["accuracy"]))
-        if not ready:
-            still = int(server["stage.rounds"]) > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.calm
-            server["stage.calm"] = server["stage.calm"] + 1 if still else torch.zeros_like(server["stage.calm"])
+        if not second:
+            converged = int(server["stage.rounds"]) > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.calm
+            server["stage.calm"] = server["stage.calm"] + 1 if converged else torch.zeros_like(server["stage.calm"])
             server["stage.rounds"] = server["stage.rounds"] + 1
         server["stage.accuracy"] = torch.tensor(accuracy, dtype=torch.float64)
         cohort.notes |= {"stage": stage, "train_accuracy": accuracy}
-        cohort.notes |= {k: float(np.mean(v)) for k, v in found.items() if ready and v and k != "accuracy"}
+        cohort.notes |= {k: float(np.mean(v)) for k, v in found.items() if second and v and k != "accuracy"}
         return state._replace(shared=averaged.mean, server=server | averaged.server)
 
-    def near(self, latest: Tensor, final: Tensor) -> Tensor:
+    def reference_value(self, latest: Tensor, final: Tensor) -> Tensor:
         return {"mix": (latest + final) / 2, "latest": latest, "final": final}[self.reference]
 
 
 def training_blocks(params: Params, data: Data, block: int) -> Iterator[tuple[Params, Tensor, Tensor]]:
-    """Every client's training examples, a block at a time: its own model, x [1, n, …] and y [n]."""
+    """The training examples of each client in blocks of at most `block`: the client's model, x [1, n, …] and y [n]."""
     for i, (low, high, *_) in enumerate(data.bounds):
         one = {k: v[i : i + 1] if len(v) > 1 else v for k, v in params.items()}
         for first in range(int(low), int(high), block):
@@ -101,7 +101,7 @@ def training_blocks(params: Params, data: Data, block: int) -> Iterator[tuple[Pa
 
 
 def mean_by_client(blocks: list[Tensor], data: Data, block: int) -> Tensor:
-    """The mean over the blocks of each client, 0 where it has none."""
+    """The mean over each client's blocks, which come in the order of `training_blocks`; 0 where a client has none."""
     remaining, out = iter(blocks), []
     for count in data.counts("train"):
         mine = [next(remaining) for _ in range(-(-int(count) // block))]

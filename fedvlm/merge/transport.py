@@ -1,11 +1,12 @@
-"""GOC, FOCoOp's server (Liao et al., ICML 2025, §3.3): which clients' outsiders look like a class, and what to do with them.
+"""GOC, FOCoOp's server (Liao et al., ICML 2025, §3.3): moves class contexts towards class-like outsiders.
 
-The classes' mean contexts and all K·U outsider contexts are matched by semi-unbalanced transport (fedvlm/transport.py),
-cost = squared distance over its maximum: every class sends its mass out, and an outsider near classes receives much.
-Those with the most are seemly: t^g ← α t^g + (1 − α) · their barycentre, by rows of the plan (taken literally, Eq. 10
-shrinks contexts to a few percent). The U with the least go on as outsiders (Eq. 11 lacks the minus sign), by default as
-the paper says among all K·U; keep_nouns=true chooses for each noun among its K versions. α, τ and how many are seemly
-are not in the paper.
+The classes' mean contexts and all K·U outsider contexts of the K clients are matched by semi-unbalanced transport
+(fedvlm/transport.py), cost = squared distance over its maximum: every class sends out its mass, and an outsider context
+near classes receives much. The share `seemly` of them with the most mass is class-like:
+t^g ← α t^g + (1 − α) · their barycentre, with the rows of the plan normalised (taken literally, Eq. 10 shrinks contexts
+to a few percent). The U with the least mass are the next outsider contexts (Eq. 11 lacks the minus sign), by default,
+as in the paper, among all K·U; keep_nouns=true chooses for each noun among its K versions. α, τ and how many are
+class-like are not in the paper.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from fedvlm.merge.classwise import Classwise
 
 @dataclass(frozen=True)
 class Transport(Classwise):
-    steady: float = 0.9  # α, what a class keeps of its mean context
-    relax: float = 0.1  # τ, how strongly outsiders want equal mass, in units of the largest cost
-    seemly: float = 0.1  # share of all outsiders that are taken for class-like
-    keep_nouns: bool = False  # one version of each noun goes on, the least class-like
+    steady: float = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
+    relax: float = 0.1  # τ, penalty on unequal masses of outsiders, as a share of the largest cost
+    seemly: float = 0.1  # share of all outsider contexts that count as class-like; 0: none
+    keep_nouns: bool = False  # true: keep the least class-like version of each noun; false: the least class-like of all
 
     requires_parameters: ClassVar[tuple[str, ...]] = ("context", "outsiders")
 
@@ -40,18 +41,18 @@ class Transport(Classwise):
     def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
         classes, sets = shared["context"], replies.shared["outsiders"]
         count, flat = sets.shape[1], sets.flatten(0, 1)
-        plan = match(classes, flat, self.relax)
+        plan = transport_plan(classes, flat, self.relax)
         mass = plan.sum(0)
-        often = max(1, round(self.seemly * len(flat))) if self.seemly else 0
-        context = drawn_to_barycentre(
-            classes, flat, plan, mass.sort(descending=True, stable=True).indices[:often], self.steady
-        )
-        keep = least(mass.view(-1, count)) if self.keep_nouns else mass.sort(stable=True).indices[:count].sort().values
-        cohort.notes |= {"seemly_mass": float(mass.sort().values[len(flat) - often :].sum())}
-        return shared | {"context": context, "outsiders": flat[keep]}
+        number = max(1, round(self.seemly * len(flat))) if self.seemly else 0
+        class_like = mass.sort(descending=True, stable=True).indices[:number]
+        context = drawn_to_barycentre(classes, flat, plan, class_like, self.steady)
+        least = mass.sort(stable=True).indices[:count].sort().values
+        kept = least_per_noun(mass.view(-1, count)) if self.keep_nouns else least
+        cohort.notes |= {"seemly_mass": float(mass.sort().values[len(flat) - number :].sum())}
+        return shared | {"context": context, "outsiders": flat[kept]}
 
 
-def match(classes: Tensor, outsiders: Tensor, relax: float) -> Tensor:
+def transport_plan(classes: Tensor, outsiders: Tensor, relax: float) -> Tensor:
     """The plan [classes, outsiders], every row's mass 1/C."""
     one, other = (v.flatten(1).double() for v in (classes, outsiders))
     cost = torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist").square()
@@ -60,15 +61,16 @@ def match(classes: Tensor, outsiders: Tensor, relax: float) -> Tensor:
     return transport.semi_unbalanced(cost, rows, columns, relax)
 
 
-def drawn_to_barycentre(classes: Tensor, outsiders: Tensor, plan: Tensor, seemly: Tensor, steady: float) -> Tensor:
-    """Each class drawn to the mean of the seemly outsiders it is matched with; one matched with none stays."""
-    part = plan[:, seemly]
+def drawn_to_barycentre(classes: Tensor, outsiders: Tensor, plan: Tensor, class_like: Tensor, steady: float) -> Tensor:
+    """Each class context moved towards the mean of the class-like outsider contexts it is matched with, weighted by the
+    plan; a class matched with none stays. `class_like` are indices of outsiders."""
+    part = plan[:, class_like]
     total = part.sum(1, keepdim=True)
-    centre = torch.einsum("cj,j...->c...", part / total.clamp(min=1e-300), outsiders[seemly].double())
-    drawn = steady * classes.double() + (1 - steady) * centre
-    return torch.where((total > 0).view(-1, *[1] * (classes.dim() - 1)), drawn, classes.double()).to(classes.dtype)
+    barycentre = torch.einsum("cj,j...->c...", part / total.clamp(min=1e-300), outsiders[class_like].double())
+    moved = steady * classes.double() + (1 - steady) * barycentre
+    return torch.where((total > 0).view(-1, *[1] * (classes.dim() - 1)), moved, classes.double()).to(classes.dtype)
 
 
-def least(mass: Tensor) -> Tensor:
-    """For each noun the client version with the least mass; rows of the K·U."""
+def least_per_noun(mass: Tensor) -> Tensor:
+    """For each noun the client version with the least mass, as indices into the K·U contexts; mass is [K, U]."""
     return mass.argmin(0) * mass.shape[1] + torch.arange(mass.shape[1], device=mass.device)

@@ -1,4 +1,4 @@
-"""Coordinate-wise trimmed mean (Yin et al., 2018): the mean without the largest and smallest values of each coordinate."""
+"""Coordinate-wise trimmed mean (Yin et al., 2018): the mean without each coordinate's largest and smallest values."""
 
 from dataclasses import dataclass
 

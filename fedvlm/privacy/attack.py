@@ -31,14 +31,14 @@ from fedvlm.adapters.base import class_vectors
 from fedvlm.core import Data, Params, with_client_axis
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import MEASURES, is_base_to_novel, value_of
+from fedvlm.evaluate.protocols import is_base_to_novel
 from fedvlm.folder import RunFolder
 from fedvlm.local.copies import adapter_params
 from fedvlm.merge.text_server import TextServer
 from fedvlm.method import Method
 from fedvlm.metrics.detection import auroc
 from fedvlm.predictor import private_row
-from fedvlm.records import RoundRecord
+from fedvlm.records import MEASURES, RoundRecord, value_of
 from fedvlm.report.table import Table, Value
 from fedvlm.report.tables import METRICS, backbone_id, format_value, plus_minus
 from fedvlm.seeds import numpy_generator
@@ -129,8 +129,8 @@ def attack_client(
     y, text = data.y[low:high], class_vectors(method.adapter, method.task, server)[0]
     leaks = []
     for merge in merges:
-        sent, _ = merge.lessen(z, y, data, i)
-        leaks.append(measure_leak(sent, merge.made_of(y, data, i), candidates, y, text))
+        sent, _ = merge.embeddings_to_send(z, y, data, i)
+        leaks.append(measure_leak(sent, merge.source_rows(y, data, i), candidates, y, text))
     return leaks
 
 

@@ -23,9 +23,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from fedvlm.evaluate.protocols import MEASURES, by_seed, is_base_to_novel
+from fedvlm.evaluate.protocols import by_seed, is_base_to_novel
 from fedvlm.folder import RunFolder
-from fedvlm.records import RoundRecord, RunRecord, Scores
+from fedvlm.records import MEASURES, RoundRecord, RunRecord, Scores
 from fedvlm.report.tables import grouped
 
 FROZEN = "zero-shot"  # the method that is the frozen model

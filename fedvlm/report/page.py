@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import MEASURES, is_base_to_novel, row, target, value_of
+from fedvlm.evaluate.protocols import is_base_to_novel, row, target
 from fedvlm.folder import RunFolder
-from fedvlm.records import DataRecord, RunRecord
+from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, Theme, figure
 from fedvlm.report.tables import (

@@ -12,9 +12,9 @@ import numpy as np
 
 from fedvlm.config import binding
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import MEASURES, by_seed, is_base_to_novel, mean_if_complete, partial, target, value_of
+from fedvlm.evaluate.protocols import by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.folder import RunFolder
-from fedvlm.records import Number, RunRecord, Select, Settings
+from fedvlm.records import MEASURES, Number, RunRecord, Select, Settings, value_of
 from fedvlm.report.table import SeedScores, Table
 
 METRICS = ("G", "P", "C")
@@ -107,8 +107,8 @@ def further_metrics(groups: Groups, select: Select) -> list[str]:
 
 
 def further_values(records: list[RunRecord], metric: str, key: str, select: Select) -> Numbers:
-    """Of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled, the value of all clients'
-    examples together; in percent where the metric is a share; None where a run did not record it."""
+    """Of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled, the value of all
+    clients' examples together; in percent where the metric is a share; None where a run did not record it."""
     found = [r.finished.at(select).get("metrics", {}).get(metric, {}).get("personal", {}) for r in records]
     splits = {key: "test", f"{key}_pooled": "test_pooled"}
     shares = all(m.percent for r in records for m in r.metrics if m.name == metric)

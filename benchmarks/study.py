@@ -1,0 +1,63 @@
+"""What the benchmarks that run whole methods share: running several setups in one queue, and summaries of their runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from fedvlm import api
+from fedvlm.config import Setup
+from fedvlm.data.pool import Pools
+from fedvlm.evaluate.protocols import by_seed
+from fedvlm.folder import RunFolder
+from fedvlm.planning import Job, place, single_runs
+from fedvlm.records import Number, Result, RoundRecord
+from fedvlm.report.tables import DASH, plus_minus
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def run_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> dict[Name, list[RunFolder]]:
+    """The finished runs of each setup (held-out domains × seeds), so many at once; 0 is one per core.
+
+    Folders are named by `place`, not by api.plan: that would put a single run into `out` itself, where no other fits."""
+    jobs: dict[Name, list[Job]] = {}
+    for name, setup in setups.items():
+        pool = api.encode(setup, pools)
+        jobs[name] = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
+    done = iter(api.execute([job for part in jobs.values() for job in part], at_once, pools).files)
+    return {name: [next(done) for _ in part] for name, part in jobs.items()}
+
+
+def results(runs: Sequence[RunFolder]) -> list[Result]:
+    return [run.record.finished for run in runs]
+
+
+def last_rounds(runs: Sequence[RunFolder]) -> list[RoundRecord]:
+    return [result.last for result in results(runs)]
+
+
+def seed_scores(runs: Sequence[RunFolder], metric: str) -> dict[int, Number]:
+    """G, P, C or a measure of base-to-novel for each seed that was run on every target, last round."""
+    return {seed: scores.get(metric) for seed, scores in by_seed([r.record for r in runs]).items()}
+
+
+def mean_std(values: Sequence[Number], factor: float = 1.0) -> str:
+    """Mean ± standard deviation of factor · value; a dash where a value is missing."""
+    known = [factor * v for v in values if v is not None]
+    if not known or len(known) < len(values):
+        return DASH
+    return plus_minus(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else None)
+
+
+def megabytes_per_round(runs: Sequence[RunFolder]) -> float:
+    """Sent in both directions, mean over the runs."""
+    each = [(r.bytes_up + r.bytes_down) / max(1, r.last["round"]) for r in results(runs)]
+    return float(np.mean(each)) / 1e6
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean; NaN for a single value."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")

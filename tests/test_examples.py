@@ -1,0 +1,114 @@
+"""The examples, the code on docs/add-a-method.md, and the files about the project run and are up to date."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fedvlm
+from fedvlm import parts
+from fedvlm.cli import main
+from fedvlm.folder import RunFolder
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Path:
+    """A copy of the examples, as the working directory; runs go there, too."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path / "examples")
+    monkeypatch.setenv("FEDVLM_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    return tmp_path
+
+
+def test_the_notebook_runs(work):
+    """Its cells in order; the value of a cell's last line is what a notebook would show."""
+    book = json.loads((EXAMPLES / "first_steps.ipynb").read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert len({c["id"] for c in book["cells"]}) == len(book["cells"])
+    space: dict[str, object] = {}
+    shown: list[object] = []
+    for cell in book["cells"]:
+        assert cell["metadata"] == {} and cell["cell_type"] in ("markdown", "code")
+        if cell["cell_type"] == "markdown":
+            continue
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        *lines, last = ast.parse("".join(cell["source"])).body
+        assert isinstance(last, ast.Expr)
+        exec(compile(ast.Module(lines, []), cell["id"], "exec"), space)
+        shown.append(eval(compile(ast.Expression(last.value), cell["id"], "eval"), space))
+    count, table, figure, record, predictions, shapes, comparison, metric, about = shown
+    assert count == len(space["images"]) > 0  # type: ignore[arg-type]
+    assert "fedot" in str(table) and figure.get_axes() and record["round"] == 10  # type: ignore[attr-defined, index]
+    assert all(p[0][0] in space["CLASSES"] for p in predictions)  # type: ignore[attr-defined, operator]
+    assert set(shapes) == {"head", "skew"}  # type: ignore[call-overload]
+    assert all(name in str(comparison) for name in ("zero-shot", "fedavg", "fedot"))
+    assert 0 <= metric["personal"]["test"] <= 1 and "adapter.blocks" in str(about)  # type: ignore[index]
+
+
+def test_the_script_runs(work, capsys):
+    runpy.run_path("embeddings.py", run_name="__main__")
+    out = capsys.readouterr().out
+    assert "fedot" in out and "fedavg" in out and "prediction for a new square" in out
+
+
+def test_the_recipe_runs_with_its_own_parts(work, images):
+    assert main(["run", "recipe.yaml", f"data={images}", "unseen=noto", "rounds=2", "out=run"]) == 0
+    record, last = RunFolder(Path("run")).record, RunFolder(Path("run")).rounds()[-1]
+    assert record.adapter.code == "my_adapter.py" and record.method.title == "FedShift"
+    assert set(last["metrics"]) == {"my_metric", "ece"} and 0 <= last["metrics"]["my_metric"]["shared"]["test"] <= 1
+    assert set(fedvlm.Run("run").parameters("twemoji")) == {"head", "shift"}
+
+
+def test_the_parts_on_the_page_run_together(work, images):
+    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL))
+    assert set(files) == {"my_adapter.py", "smooth.py", "momentum.py", "my_metric.py", "link.py"}
+    for name, text in files.items():
+        if (EXAMPLES / name).exists():
+            assert (EXAMPLES / name).read_text(encoding="utf-8") == text, name
+        Path(name).write_text(text, encoding="utf-8")
+    words = ["adapter=my_adapter.py", "local=smooth.py", "merge=momentum.py", "metrics=my_metric.py", "engine=link.py"]
+    keys = ["strength=0.5", "smoothing=0.2", "beta=0.5", "lr=0.01", "rounds=2", "unseen=noto", "out=run"]
+    assert main(["run", "fedavg", f"data={images}", *words, *keys]) == 0
+    run = fedvlm.Run("run")
+    homes = {p.relative_to("run/code").as_posix() for p in Path("run/code").rglob("*.py")}
+    assert homes == {
+        "adapter/my_adapter.py",
+        "local/smooth.py",
+        "merge/momentum.py",
+        "metric-my_metric/my_metric.py",
+        "engine/link.py",
+    }
+    state = run.files.load()
+    assert state is not None and "velocity.head" in state[0].server
+    assert run.rounds[2]["loss"] < run.rounds[1]["loss"]
+
+
+def test_the_page_names_every_group_of_entry_points():
+    page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
+    named = set(re.findall(r'entry-points\."(fedvlm\.\w+)"', page))
+    assert named == {kind.group for kind in parts.KINDS.values()} | {"fedvlm.backbones"}
+
+
+def test_methods_on_the_pages_exist():
+    """Every `fedvlm run METHOD` and `fedvlm show METHOD` names a recipe."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for words in re.findall(r"fedvlm (?:run|show) ([\w-]+)(?= |`)", page.read_text(encoding="utf-8")):
+            assert words in (*fedvlm.methods(), "METHOD", "NAME"), f"{page.name}: {words}"
+
+
+def test_the_citation_is_of_this_version():
+    about = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (about["title"], about["license"], about["cff-version"]) == ("fedvlm", "Apache-2.0", "1.2.0")
+    assert about["version"] == fedvlm.__version__
