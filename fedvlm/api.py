@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from fedvlm import catalogue, recipe
 from fedvlm.config import Setup, resolve
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import Key, keys_of
+from fedvlm.keys import Key
 from fedvlm.records import RoundRecord, RunRecord, Select, Value
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def describe(method: str, **keys: object) -> Description:
     """A method with every key, its value and where that comes from."""
     setup = resolve(method, prepared(keys))
     homes = {"run": setup.settings()} | {a: dict(setup.parts[a].settings) for a in ("adapter", "local", "merge")}
-    known = {"run": keys_of(type(setup.config))} | {
+    known = {"run": catalogue.load().run} | {
         a: catalogue.keys(a, setup.parts[a].name) for a in ("adapter", "local", "merge")
     }
     rows = []
@@ -345,6 +345,8 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
     from fedvlm import console
     from fedvlm.planning import jobs_of
 
+    for setup in setups:  # settings that a part refuses are reported before anything is encoded
+        _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
     encoded = [encode(s, pools) for s in setups]
     for setup in setups:
         if setup.merge.reveals:

@@ -20,7 +20,15 @@ from fedvlm.machine import cache_home
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "catalogue.json"
-SOURCES = ("adapters/*.py", "local/*.py", "merge/*.py", "metrics/*.py", "engines/*.py", "recipes/**/*.yaml")
+SOURCES = (
+    "config.py",
+    "adapters/*.py",
+    "local/*.py",
+    "merge/*.py",
+    "metrics/*.py",
+    "engines/*.py",
+    "recipes/**/*.yaml",
+)
 
 
 class PartInfo(NamedTuple):
@@ -40,6 +48,7 @@ class MethodInfo(NamedTuple):
 
 class Catalogue(NamedTuple):
     digest: str
+    run: list[Key]  # the keys of a run itself
     parts: dict[str, dict[str, PartInfo]]  # kind → name
     methods: list[MethodInfo]
     presets: dict[str, str]  # name → title
@@ -49,13 +58,16 @@ class Catalogue(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Catalogue:
-        digest, kinds, methods, presets = json.loads(text)
+        digest, run, kinds, methods, presets = json.loads(text)
 
-        def part(keys: list[list[object]], summary: str) -> PartInfo:
-            return PartInfo([Key(*k)._replace(choices=tuple(k[4])) for k in keys], summary)  # type: ignore[arg-type]
+        def keys(given: list[list[object]]) -> list[Key]:
+            return [Key(*k)._replace(choices=tuple(k[4])) for k in given]  # type: ignore[arg-type]
 
-        found = {kind: {name: part(*info) for name, info in known.items()} for kind, known in kinds.items()}
-        return cls(digest, found, [MethodInfo(*m) for m in methods], presets)
+        found = {
+            kind: {name: PartInfo(keys(given), summary) for name, (given, summary) in known.items()}
+            for kind, known in kinds.items()
+        }
+        return cls(digest, keys(run), found, [MethodInfo(*m) for m in methods], presets)
 
 
 def current_digest() -> str:
@@ -72,7 +84,7 @@ def load() -> Catalogue:
     for path in (SHIPPED, cache_home() / f"catalogue-{digest}.json"):
         try:
             found = Catalogue.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, AttributeError, IndexError):  # damaged, or of another version
             continue
         if found.digest == digest:
             return found
@@ -106,7 +118,9 @@ def make(digest: str) -> Catalogue:
         made = f"{r.adapter} × {r.local} × {r.merge}"
         methods.append(MethodInfo(name, r.title, r.paper, r.idea, made, *private_and_upload(r, found)))
     titles = {name: recipe.load("fedavg", on=name).title.removeprefix("FedAvg on ") for name in recipe.presets()}
-    return Catalogue(digest, found, methods, titles)
+    from fedvlm.config import Config  # which imports this module
+
+    return Catalogue(digest, keys_of(Config), found, methods, titles)
 
 
 def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) -> tuple[str, str]:

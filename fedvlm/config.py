@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from fedvlm import catalogue, own, parts, recipe
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import Key, keys_of, unknown
+from fedvlm.keys import Key, unknown
 from fedvlm.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Setup:
     @classmethod
     def from_record(cls, record: RunRecord, folder: Path) -> Setup:
         """The setup that a run folder holds; nothing is looked up in today's recipes."""
-        known = {k.name: k for k in keys_of(Config)}
+        known = {k.name: k for k in catalogue.load().run}
         values = {k: known[k].coerce(v) for k, v in record.config.items() if k in known}
         config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         homes = {"adapter": record.adapter, "local": record.local, "merge": record.merge, "engine": record.engine}
@@ -173,7 +173,7 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
     tuned = str(given.get("settings", "tuned")) != "paper"
     names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
-    keys: dict[str, list[Key]] = {"run": keys_of(Config)} | {a: catalogue.keys(a, n) for a, n in names.items()}
+    keys: dict[str, list[Key]] = {"run": catalogue.load().run} | {a: catalogue.keys(a, n) for a, n in names.items()}
     layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
     metrics = metric_homes(layers, next(k for k in keys["run"] if k.name == "metrics"))
     keys |= {home: catalogue.keys("metric", spec) for spec, home in metrics.items()}
@@ -181,14 +181,14 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     origins: dict[str, str] = {}
     for origin, settings in layers:
         for key, value in settings.items():
-            if key in (*parts.AXES, "on"):
+            if origin == COMMAND_LINE and key in (*parts.AXES, "on"):
                 continue
             homes = [h for h, known in keys.items() if _is(key, h, known)]
-            if not homes and origin != COMMAND_LINE and _known_elsewhere(key, plan):
-                continue  # a setting for a part that was replaced
+            if not homes and origin != COMMAND_LINE and _replaced(key, plan, names, origin):
+                continue  # a setting for a part that is not in use
             where = "" if origin == COMMAND_LINE else f"{_place(plan, origin)}: "
             if not homes:
-                raise unknown(key, _all_names(keys), where)
+                raise _unknown(key, names, keys, where)
             for home in homes:
                 name = key.rpartition(".")[2]
                 found = next(k for k in keys[home] if k.name == name)
@@ -253,14 +253,27 @@ def _is(key: str, home: str, known: list[Key]) -> bool:
     return fits and any(k.name == name for k in known)
 
 
-def _known_elsewhere(key: str, plan: recipe.Recipe) -> bool:
-    """Whether a recipe's setting belongs to some part, though not to those in use."""
+def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str) -> bool:
+    """Whether a recipe's setting is for a part that is not in use: one that the command line replaced or, for settings
+    inherited from a built-in recipe, any part of the package. A user's own line is never ignored otherwise."""
     name = key.rpartition(".")[2]
+    gone = [axis for axis in parts.AXES if names[axis] != getattr(plan, axis)]
+    if any(k.name == name for axis in gone for k in catalogue.keys(axis, getattr(plan, axis))):
+        return True
+    if plan.path and origin.startswith("recipe"):
+        return False
     known = catalogue.load().parts
-    own_parts = (catalogue.keys(axis, getattr(plan, axis)) for axis in parts.AXES)
-    return any(k.name == name for axis in parts.AXES for info in known[axis].values() for k in info.keys) or any(
-        k.name == name for keys in own_parts for k in keys
-    )
+    return any(k.name == name for axis in parts.AXES for info in known[axis].values() for k in info.keys)
+
+
+def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
+    """An error that says which other part has this key, where one has."""
+    for axis in parts.AXES:
+        for other, info in catalogue.load().parts[axis].items():
+            if any(k.name == key for k in info.keys):
+                reason = f"{axis}={names[axis]} has none, {axis}={other} has"
+                return FedvlmError(f"{where}{key}= is not a key here: {reason}")
+    return unknown(key, _all_names(keys), where)
 
 
 def _place(plan: recipe.Recipe, origin: str) -> str:

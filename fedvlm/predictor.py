@@ -180,10 +180,10 @@ def export(run: RunFolder, folder: Path, client: str = "", backbone: Backbone | 
         "identity": record.identity,
         "versions": record.versions,
     }
-    (folder / "config.json").write_text(json.dumps(about, indent=1))
+    (folder / "config.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     frozen = {} if task.text is None else {TEXT: task.text.contiguous()}
     save_file({k: v.contiguous() for k, v in predictor.params.items()} | frozen, folder / "adapter.safetensors")
-    (folder / "example.py").write_text(EXAMPLE)
+    (folder / "example.py").write_text(EXAMPLE, encoding="utf-8")
     written = ["config.json", "adapter.safetensors", "example.py"]
     if record.adapter.code:
         own.stored(run.folder / "code" / "adapter", record.adapter.code).write(folder / "code" / "adapter")
@@ -200,7 +200,7 @@ def load(folder: str | Path, backbone: Backbone | None = None) -> Predictor:
     """What `export` wrote, ready to predict; `backbone` replaces the recorded one, which must have the same weights."""
     folder = Path(folder)
     try:
-        about = json.loads((folder / "config.json").read_text())
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         params = load_file(folder / "adapter.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise FedvlmError(f"{folder} is no exported model: {error}") from error

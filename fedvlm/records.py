@@ -189,7 +189,10 @@ class RunRecord:
         if not isinstance(raw, dict):
             raise ValueError("not a mapping")
         if "format" not in raw and "config" in raw:
-            raw = from_first_format(raw)
+            try:
+                raw = from_first_format(raw)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"an entry of the first format is missing or wrong ({error})") from error
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')}, and this version of fedvlm reads {FORMAT}")
         try:

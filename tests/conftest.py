@@ -18,10 +18,17 @@ from helpers import CLASSES, STYLES  # after the variables above: it imports all
 from fedvlm.data.source import EMOJI
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "also put a part of your own through the contract: --part adapter=path/to/idea.py (again for more)"
+    parser.addoption("--part", action="append", default=[], metavar="KIND=FILE", help=text)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_store(tmp_path_factory):
-    """Keeps the user's feature store and runs untouched."""
-    os.environ["FEDVLM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Keeps the user's feature store and runs untouched; the processes of pytest-xdist share one store."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["FEDVLM_CACHE"] = str(shared / "cache")
     os.environ["FEDVLM_RUNS"] = str(tmp_path_factory.mktemp("runs"))
     torch.set_num_threads(1)
 

@@ -142,7 +142,8 @@ def test_a_function_and_a_module_as_backbones(images, tmp_path):
     picture = next((images / "noto" / "bird").glob("*.png"))
     assert run.predictor(backbone=encode).predict(picture)
     run.export(tmp_path / "model", backbone=encode)
-    assert fedvlm.load(tmp_path / "model", backbone=encode).predict(picture) == run.predictor(backbone=encode).predict(picture)
+    loaded = fedvlm.load(tmp_path / "model", backbone=encode)
+    assert loaded.predict(picture) == run.predictor(backbone=encode).predict(picture)
     found = fedvlm.bench(["fedot-random-head"], backbone=encode, seeds=[1, 2], jobs=2, out=tmp_path / "two", **keys)
     assert len(found) == 2  # other processes read what this one encoded
 
@@ -188,7 +189,7 @@ def test_groups_stay_in_one_split(images, tmp_path):
     pool = Pools().load(setup)
     federation = prepare(setup, pool)[1]
     where: dict[str, set[int]] = {}
-    for i, bounds in enumerate(federation.data.bounds):
+    for bounds in federation.data.bounds:
         for split in range(3):
             for row in range(bounds[split], bounds[split + 1]):
                 where.setdefault(pool.source.items[federation.items[row]].group, set()).add(split)

@@ -7,23 +7,36 @@ method on data; a test runs all checks of one combination, so that they share th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import ABLE, build, close, example, initial, message, parts_of, published, same, small_adapter, small_parts
+from helpers import (
+    ABLE,
+    SMALL,
+    build,
+    close,
+    example,
+    initial,
+    message,
+    published,
+    same,
+    small_adapter,
+    small_parts,
+)
+from torch import Tensor
 
 from fedvlm import parts, steps
-from fedvlm.adapters.base import Adapter, HasDiagnostics, HasGradient, Limits, Task
+from fedvlm.adapters.base import Adapter, HasDiagnostics, HasGradient, Limits
 from fedvlm.backbones.text import TextTower
 from fedvlm.core import Cohort, Data, Extra, Message, Params, Reply, State, copy_per_client, nbytes
 from fedvlm.engines.stacked import Stacked
@@ -42,6 +55,7 @@ EXPECTED = {
     r"(merge|local)=scaffold works only together with (merge|local)=scaffold": "they exchange control variates",
     r"merge=text_server does not go with adapter=\w+: .* use adapter=lora towers=image": "it trains the text tower",
     r"merge=transport works on shared parameters named context, outsiders": "it matches outsider prompts",
+    r"merge=(classwise|transport) does not go with adapter=unet: it averages by class": "masks have no classes",
     r"local=contrast does not go with adapter=\w+: .* use adapter=lowrank": "it compares two sets of class features",
     r"local=two_stage does not go with adapter=\w+: it needs embeddings before they are normalised": "it adds noise there",
 }
@@ -59,8 +73,8 @@ Names = tuple[str, str, str]  # of an adapter, a local rule and a merge
 # Which combinations there are
 
 
-def every_metric(more: tuple[str, ...] = ()) -> dict[str, Metric]:
-    return {name: parts.find("metric", name)() for name in (*parts.names("metric"), *more)}
+def every_metric() -> dict[str, Metric]:
+    return {name: parts.find("metric", name)() for name in parts.names("metric")}
 
 
 @cache
@@ -100,10 +114,14 @@ def combinations(more: tuple[tuple[str, str], ...] = ()) -> list[Names]:
     return [names for names in itertools.product(*axes) if is_affordable(names) and is_enrolled(names)]
 
 
+def given_parts(config: pytest.Config) -> tuple[tuple[str, str], ...]:
+    """Kind and name of each `--part`."""
+    return tuple((kind, name) for kind, _, name in (given.partition("=") for given in config.getoption("part")))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "names" in metafunc.fixturenames:
-        more = tuple(tuple(given.split("=", 1)) for given in metafunc.config.getoption("part"))
-        metafunc.parametrize("names", combinations(more), ids="-".join)
+        metafunc.parametrize("names", combinations(given_parts(metafunc.config)), ids="-".join)
 
 
 # A case, and what is played on it
@@ -118,6 +136,7 @@ class Recorder(Stacked):
 
     def __init__(self, method: Method, data: Data, chunk: int, rows: Path | None = None):
         super().__init__(method, data, chunk, rows, diverged)
+        self.path = rows
         self.first: list[Reply] = []
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
@@ -164,6 +183,15 @@ def play(
     return out
 
 
+@contextlib.contextmanager
+def engine_on(file: bytes, method: Method, data: Data, chunk: int) -> Iterator[Recorder]:
+    """A new engine on a copy of a file of private rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows")
+        path.write_bytes(file)
+        yield Recorder(method, data, chunk, path)
+
+
 class Case:
     """A method on data. Rounds that several checks look at are played once."""
 
@@ -195,11 +223,17 @@ def case_of(adapter: Adapter, local: Local, merge: Merge, metrics: dict[str, Met
 
 
 def check_stacked_is_serial(case: Case) -> None:
-    """However many clients run side by side, the numbers are the same; and what is sent down is not changed."""
-    for other in (play(case.method, case.data, 2, rounds=3, score=(3,)), case.stacked):
-        close(case.serial.states[3].shared, other.states[3].shared)
-        close(case.serial.rows[3], other.rows[3])
-        close(case.serial.scores[3], other.scores[3])
+    """However many clients run side by side, the numbers are the same; and what is sent down is not changed. Two at a time
+    differ from all at once in that replies arrive in several parts: one round, and the scores at the end, show it."""
+    method, data, serial = case.method, case.data, case.serial
+    pairs = play(method, data, 2, rounds=1)
+    with engine_on(serial.files[3], method, data, 2) as engine:
+        scores = Cohort(engine, EVERYBODY, 3).ask("score", serial.states[3].message()).values
+    for rounds, other in ((1, pairs), (3, case.stacked)):
+        close(serial.states[rounds].shared, other.states[rounds].shared)
+        close(serial.rows[rounds], other.rows[rounds])
+    close(serial.scores[3], scores)
+    close(serial.scores[3], case.stacked.scores[3])
     same(case.before[0], case.method.initial)
     same(case.before[1], case.method.newcomer)
 
@@ -238,14 +272,24 @@ def check_names_are_not_reserved(case: Case) -> None:
 def check_logits_are_finite(case: Case) -> None:
     """One for each class, or for each pixel."""
     method, data = case.method, case.data
-    params = copy_per_client(method.adapter.init(method.task, 5), 2)
-    logits = method.model.logits(params, data.x[:6].view(2, 3, *data.x.shape[1:]))
+    logits = some_logits(case)
     each = data.y.shape[1:] if method.adapter.task_type is SEGMENTATION else (len(method.task.classes),)
     assert logits.shape == (2, 3, *each) and logits.isfinite().all()
-    for name, metric in method.metrics_for(()).items():
+
+
+def check_metrics_have_their_shape(case: Case) -> None:
+    """As they say, for each example; `check_replies_match_the_schema` sees the others."""
+    method, y = case.method, case.data.y
+    for name, metric in method.metrics_for(("corrupted",)).items():
         if isinstance(metric, Additive):
-            found = metric.each(method.model, logits, data.y[:6].view(2, 3, *data.y.shape[1:])).shape
+            found = metric.each(method.model, some_logits(case), y[:6].view(2, 3, *y.shape[1:])).shape
             assert found == (2, 3, *metric.shape(method.model)), f"metric {name} says {metric.shape(method.model)}"
+
+
+def some_logits(case: Case) -> Tensor:
+    """Of two clients with three examples each, at the start."""
+    params = copy_per_client(case.method.adapter.init(case.method.task, 5), 2)
+    return case.method.model.logits(params, case.data.x[:6].view(2, 3, *case.data.x.shape[1:]))
 
 
 def check_replies_match_the_schema(case: Case) -> None:
@@ -316,15 +360,14 @@ def check_missing_clients_are_absent(case: Case) -> None:
 def check_goes_on_bit_for_bit(case: Case) -> None:
     """Two rounds, a new engine on the same rows, two more: the same bits as four without interruption. A round that was
     begun and lost in between changes nothing."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows")
-        path.write_bytes(case.stacked.files[2])
-        for rounds in ((3,), (3, 4)):
-            engine, state = Stacked(case.method, case.data, STACKED, path, diverged), case.stacked.states[2]
-            for round in rounds:
-                state = case.method.round(state, Cohort(engine, ABLE, round))
+    with engine_on(case.stacked.files[2], case.method, case.data, STACKED) as engine:
+        case.method.round(case.stacked.states[2], Cohort(engine, ABLE, 3))
+        again = Stacked(case.method, case.data, STACKED, engine.path, diverged)
+        state = case.stacked.states[2]
+        for round in (3, 4):
+            state = case.method.round(state, Cohort(again, ABLE, round))
     same(case.stacked.states[4].shared, state.shared)
-    same(case.stacked.rows[4], engine.rows.read(EVERYBODY, 4))
+    same(case.stacked.rows[4], again.rows.read(EVERYBODY, 4))
 
 
 def check_bytes_are_exact(case: Case) -> None:
@@ -350,66 +393,285 @@ def check_training_lowers_the_loss(case: Case) -> None:
         assert last < first
 
 
-CHECKS: tuple[Callable[[Case], None], ...] = (
+Check = Callable[[Case], None]
+
+CHECKS: tuple[Check, ...] = (
     check_names_are_not_reserved,
     check_logits_are_finite,
-    check_stacked_is_serial,
-    check_stacked_is_serial_with_adam,
+    check_metrics_have_their_shape,
     check_replies_match_the_schema,
+    check_stacked_is_serial,
     check_private_never_goes_up,
-    check_diagnoses_are_one_number_a_client,
-    check_neighbours_do_not_matter,
-    check_order_of_clients_does_not_matter,
-    check_missing_clients_are_absent,
-    check_goes_on_bit_for_bit,
     check_bytes_are_exact,
+    check_neighbours_do_not_matter,
+    check_diagnoses_are_one_number_a_client,
     check_a_newcomer_uses_the_shared_model,
     check_training_lowers_the_loss,
 )
+# These play further rounds, and are asked of all combinations with an adapter that shares all and with one that has private
+# parameters; of the other adapters on embeddings, with each local rule and each merge once and where they are published.
+FURTHER: tuple[Check, ...] = (
+    check_stacked_is_serial_with_adam,
+    check_order_of_clients_does_not_matter,
+    check_missing_clients_are_absent,
+    check_goes_on_bit_for_bit,
+)
+SHARES_ALL, HAS_PRIVATE = "head", "rotation"
 
 
-def failures(case: Case) -> list[Exception]:
-    """What the checks found, each with the name of its check."""
-    found: list[Exception] = []
-    for check in CHECKS:
+def checks_of(names: Names) -> tuple[Check, ...]:
+    adapter, local, merge = names
+    thorough = adapter in (SHARES_ALL, HAS_PRIVATE) or small_adapter(adapter).limits.gpu
+    return CHECKS + FURTHER if thorough or local == "sgd" or merge == "mean" or names in published() else CHECKS
+
+
+def failures(case: Case, checks: tuple[Check, ...] = CHECKS + FURTHER) -> dict[str, Exception]:
+    """What was found, by the name of the check."""
+    found: dict[str, Exception] = {}
+    for check in checks:
         try:
             check(case)
         except Exception as error:
             error.add_note(f"in {check.__name__}")
-            found.append(error)
+            found[check.__name__] = error
     return found
 
 
-def test_contract(names, double):
-    found = failures(case_of(*small_parts(*names)))
+def test_contract(names, double, pytestconfig):
+    more = {name: parts.find("metric", name)() for kind, name in given_parts(pytestconfig) if kind == "metric"}
+    found = failures(case_of(*small_parts(*names), metrics=more), checks_of(names))
     if found:
-        raise ExceptionGroup("-".join(names), found)
+        raise ExceptionGroup(f"{'-'.join(names)} fails {', '.join(found)}", list(found.values()))
 
 
-# The checks themselves are checked: parts that break the contract are found
+# Every part is enrolled, and the checks find parts that break the contract
 
 
 def test_every_part_is_enrolled():
-    """Also what a newly added file defines."""
-    every = combinations()
+    """Also one that was added a moment ago."""
     for at, axis in enumerate(parts.AXES):
-        assert {names[at] for names in every} == set(parts.names(axis))
-    measured = [build(*names).metrics | every_metric() for names in every if names == ("head", "sgd", "mean")]
-    assert set(measured[0]) >= set(parts.names("metric")) | set(METRICS)
+        assert {names[at] for names in combinations()} == set(parts.names(axis))
+    assert not small_adapter(SHARES_ALL).private and small_adapter(HAS_PRIVATE).private
+    assert all(refusal((adapter, "sgd", "mean")) == "" for adapter in parts.names("adapter"))
 
 
-def test_every_metric_is_measured(double):
-    """On an adapter of each task type that it is for, where the data has the extra examples that it needs."""
-    for name, metric in every_metric().items():
-        for task_type in metric.task_types:
-            adapter = next(a for a in map(small_adapter, parts.names("adapter")) if a.task_type is task_type)
-            case = case_of(adapter, *small_parts("head", "sgd", "mean")[1:])
-            method, data = with_everything(case.method, case.data)
-            assert f"shared.{name}" in steps.find("score").schema(method, data.extras).values or metric.extra
-    method, data = with_everything(*vars(case_of(*small_parts("head", "sgd", "mean"))).values())
+def test_every_metric_is_enrolled():
+    """With a case of a task type that it is for."""
+    found = set()
+    for adapter in map(small_adapter, parts.names("adapter")):
+        case = case_of(adapter, *small_parts("head", "sgd", "mean")[1:])
+        method, data = with_everything(case.method, case.data)
+        found |= {name.partition(".")[2] for name in steps.find("score").schema(method, data.extras).values}
+    assert found >= set(parts.names("metric")) | set(METRICS)
 
 
 @pytest.mark.parametrize("pattern", EXPECTED)
 def test_every_expected_refusal_occurs(pattern):
-    every = itertools.product(*map(parts.names, parts.AXES))
-    assert any(re.match(pattern, refusal(names)) for names in every)
+    assert any(re.match(pattern, refusal(names)) for names in itertools.product(*map(parts.names, parts.AXES)))
+
+
+HEAD = """from dataclasses import dataclass
+import torch
+from fedvlm.adapters.head import Head
+
+@dataclass(frozen=True)
+class Mine(Head):
+    hidden: int = 4096  # a size, as others have it
+"""
+SGD = """from dataclasses import dataclass
+import torch
+from fedvlm.local.sgd import Sgd
+
+@dataclass(frozen=True)
+class Mine(Sgd):
+"""
+ADDITIVE = """from dataclasses import dataclass
+import torch
+from fedvlm.metrics.base import Additive, PerClient
+
+@dataclass(frozen=True)
+class Mine(Additive):
+"""
+
+
+def written(kind: str, folder: Path, source: str) -> str:
+    """The name of a part in a file of its own."""
+    (folder / f"{kind}.py").write_text(source)
+    return str(folder / f"{kind}.py")
+
+
+def test_a_part_of_a_users_own_file_is_enrolled(tmp_path, double):
+    """With every local rule and merge, as the adapter that it derives from."""
+    name = written("adapter", tmp_path, HEAD)
+    mine = [names[1:] for names in combinations((("adapter", name),)) if names[0] == name]
+    assert mine == [names[1:] for names in combinations() if names[0] == "head"]
+    assert small_adapter(name).hidden == SMALL["hidden"]
+    assert not failures(case_of(*small_parts(name, "sgd", "mean")))
+
+
+def test_nan_in_logits_is_found(tmp_path, double):
+    source = (
+        HEAD
+        + """
+    def logits(self, task, params, x):
+        return super().logits(task, params, x) / torch.zeros(())
+"""
+    )
+    found = failures(case_of(*small_parts(written("adapter", tmp_path, source), "sgd", "mean")))
+    assert {"check_logits_are_finite", "check_stacked_is_serial", "check_replies_match_the_schema"} <= set(found)
+
+
+def test_an_adapter_that_calls_a_shared_parameter_private_is_found(tmp_path, double):
+    """Here, after the method was built."""
+    source = (
+        HEAD
+        + """
+    def logits(self, task, params, x):
+        object.__setattr__(self, "private", ("head",))
+        return super().logits(task, params, x)
+"""
+    )
+    found = failures(case_of(*small_parts(written("adapter", tmp_path, source), "sgd", "mean")))
+    assert "check_private_never_goes_up" in found
+
+
+def test_a_private_parameter_under_another_name_is_found(tmp_path, double):
+    source = (
+        SGD
+        + """
+    def uploads(self, task, shared):
+        return super().uploads(task, shared) | {"hint": (1, task.dim, task.dim)}
+
+    def train(self, model, own, message, data):
+        trained = super().train(model, own, message, data)
+        return trained._replace(values=trained.values | {"hint": trained.own["skew"]})
+"""
+    )
+    found = failures(case_of(*small_parts("rotation", written("local", tmp_path, source), "mean")))
+    assert set(found) == {"check_private_never_goes_up"}
+
+
+@pytest.mark.parametrize("reserved", ["personal.head", "prepared.head", "encoder/head"])
+def test_a_reserved_parameter_name_is_found(tmp_path, double, reserved):
+    """Its combinations are enrolled, and fail with the package's own refusal; also where the package lets it pass."""
+    source = (
+        HEAD
+        + f"""
+    def init(self, task, seed):
+        return {{"{reserved}": super().init(task, seed)["head"]}}
+"""
+    )
+    names = (written("adapter", tmp_path, source), "sgd", "mean")
+    assert is_enrolled(names)
+    with pytest.raises(FedvlmError, match="reserved"):
+        case_of(*small_parts(*names))
+    passed = case_of(*small_parts("head", "sgd", "mean"))
+    method = replace(passed.method, adapter=small_adapter(names[0]))
+    assert "check_names_are_not_reserved" in failures(Case(method, passed.data))
+
+
+WRONG_SHAPES = {
+    "each": """
+    def each(self, model, logits, y):
+        return logits[..., :2]
+""",
+    "shape": """
+    def shape(self, model):
+        return (6,)
+
+    def each(self, model, logits, y):
+        return logits[..., :3, None].expand(-1, -1, 3, 2)
+""",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_a_metric_of_another_shape_is_found(tmp_path, double, wrong):
+    name = written("metric", tmp_path, ADDITIVE + WRONG_SHAPES[wrong])
+    found = failures(case_of(*small_parts("head", "sgd", "mean"), metrics={"mine": parts.find("metric", name)()}))
+    assert "check_metrics_have_their_shape" in found
+
+
+def test_a_metric_per_client_of_another_shape_is_found(tmp_path, double):
+    source = (
+        ADDITIVE.replace("Mine(Additive)", "Mine(PerClient)")
+        + """
+    def client(self, view):
+        return torch.zeros(2)
+"""
+    )
+    name = written("metric", tmp_path, source)
+    found = failures(case_of(*small_parts("head", "sgd", "mean"), metrics={"mine": parts.find("metric", name)()}))
+    assert set(found) == {"check_replies_match_the_schema"}
+
+
+RULES_THAT_FAIL = {
+    "neighbours": ("check_neighbours_do_not_matter", "params['head'] -= 0.1 * params['head'].mean(0, keepdim=True)"),
+    "randomness": ("check_goes_on_bit_for_bit", "params['head'] += 0.1 * torch.randn(params['head'].shape)"),
+    "message": ("check_stacked_is_serial", "message.shared['head'] += 0.1"),
+}
+
+
+@pytest.mark.parametrize("reason", RULES_THAT_FAIL)
+def test_a_local_rule_that_is_not_a_function_of_its_client_is_found(tmp_path, double, reason):
+    """It sees other clients, draws from torch's own generator, or changes what was sent."""
+    check, line = RULES_THAT_FAIL[reason]
+    source = (
+        SGD
+        + f"""
+    def fit(self, model, params, message, own, data):
+        values = super().fit(model, params, message, own, data)
+        {line}
+        return values
+"""
+    )
+    assert check in failures(case_of(*small_parts("head", written("local", tmp_path, source), "mean")))
+
+
+# What only some adapters have
+
+
+@pytest.mark.parametrize("name", [n for n in parts.names("adapter") if isinstance(small_adapter(n), HasGradient)])
+def test_gradients_in_closed_form_are_autograds(name, double):
+    method = build(name, "sgd", "mean")
+    model, data = method.model, example(name)[1]
+    params = {k: v + 0.1 * torch.randn(len(ABLE), *v.shape) for k, v in model.adapter.init(model.task, 1).items()}
+    for batch in Stacked(method, data, 6).at(np.array([0, 2, 4, 1, 3]), 1).batches(4):
+        now = {k: v[: len(batch.y)] for k, v in params.items()}
+        loss, closed = model.gradients("cross-entropy")(now, batch)
+        other, auto = by_autograd(lambda p, b: cross_entropy(model.logits(p, b.x), b))(now, batch)
+        torch.testing.assert_close(loss, other)
+        for a, b in zip(closed, auto, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+READ_ANEW = {"conditional": "its prompts depend on the image", "visual": "it does not change the text tower"}
+READERS = [n for n in parts.names("adapter") if small_adapter(n).requires in ("text tower", "both towers")]
+
+
+@pytest.mark.parametrize("name", [n for n in READERS if n not in READ_ANEW])
+def test_text_is_encoded_once_however_many_images(name, double, monkeypatch):
+    """An evaluation in small blocks, with outsiders, encodes no more than one block without them would."""
+    method, (_, data) = build(name, "sgd", "mean"), example(name)
+    nouns = getattr(method.adapter, "count", 0)
+    encoded, plain = [], TextTower._encode
+
+    def count(tower, ends, shared, past, own, clients, *rest):
+        encoded.append(clients * len(ends))
+        return plain(tower, ends, shared, past, own, clients, *rest)
+
+    def total(block, outsiders, beforehand):
+        encoded.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(method.adapter), "limits", Limits(examples=block))
+            if not beforehand:
+                patch.setattr(type(method.adapter), "prepare", lambda self, task, params, before: params)
+            extras = {"outsiders": Extra(data.x[:9])} if outsiders else {}
+            engine = Stacked(method, replace(data, extras=extras), 6)
+            Cohort(engine, EVERYBODY, 0).ask("score", method.init(6).message())
+        return sum(encoded)
+
+    monkeypatch.setattr(TextTower, "_encode", count)
+    once = total(1 << 16, False, False)
+    assert total(2, True, True) <= once + nouns * len(method.views) < total(2, True, False)
+    assert total(2, True, True) == total(1 << 16, True, True)

@@ -183,10 +183,10 @@ def test_an_unknown_step_is_refused_on_both_sides_and_the_client_lives(processes
 class Liar(Worker):
     """A client that answers what it likes, on a pipe as a real one does."""
 
-    def __init__(self, client, inbox, reply):
+    def __init__(self, client, inbox, reply, send=wire.send):
         read_end, write_end = os.pipe()
         self.reply, self.pipe, self.outbox, self.lives = reply, os.fdopen(write_end, "wb"), queue.Queue(), True
-        self.process = self
+        self.process, self.send = self, send
         self.stdout = os.fdopen(read_end, "rb")
         threading.Thread(target=self._read, args=(client, inbox), daemon=True).start()
 
@@ -198,7 +198,7 @@ class Liar(Worker):
 
     def post(self, frame):
         answer = self.reply(wire.unpack(frame)[0].ticket)
-        threading.Thread(target=wire.send, args=(self.pipe, answer), daemon=True).start()
+        threading.Thread(target=self.send, args=(self.pipe, answer), daemon=True).start()
 
     def kill(self):
         self.lives = False
@@ -239,11 +239,20 @@ def test_a_lying_client_is_left_out(processes, lie, why):
     assert list(processes.ask(0, 2, quorum=0.5).ids) == [2] and why in " ".join(processes.log)
 
 
-def test_an_answer_that_is_no_message_is_left_out(processes):
+def send_too_long(pipe, data):
+    pipe.write(struct.pack("<Q", wire.LIMIT + 1) + data)
+    pipe.flush()
+
+
+@pytest.mark.parametrize("send", [wire.send, send_too_long])
+def test_an_answer_that_is_no_message_is_left_out_at_once(processes, send):
     processes.ask(2)
-    processes.engine.workers[0] = Liar(0, processes.engine.inbox, lambda ticket: pickle.dumps({"head": 1}))
-    processes.engine.timeout = 4.0
+    engine = processes.engine
+    engine.workers[0] = Liar(0, engine.inbox, lambda ticket: pickle.dumps({"head": 1}), send)
+    engine.timeout = 30.0
+    began = time.monotonic()
     assert list(processes.ask(0, 2, round=2, quorum=0.5).ids) == [2] and "noto is left out" in " ".join(processes.log)
+    assert time.monotonic() - began < 20  # it is not waited for: nothing better will come
 
 
 @given(st.binary(max_size=200))

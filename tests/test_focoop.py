@@ -66,10 +66,8 @@ def test_fused_prompts_are_mixtures(double, fusion, name):
     task, _ = example("outsiders")
     params = {k: torch.randn_like(v) for k, v in with_client_axis(PROMPTS.init(task, 1)).items()}
     other = replace(PROMPTS, fusion=fusion)
-    torch.testing.assert_close(
-        other.class_vectors(task, params),
-        PROMPTS.class_vectors(task, params | {"own": params[name], "context": params[name]}),
-    )
+    alone = params | {"own": params[name], "context": params[name]}
+    torch.testing.assert_close(other.class_vectors(task, params), PROMPTS.class_vectors(task, alone))
 
 
 def test_without_noise_and_exploration_it_is_plain_training(double):
@@ -244,17 +242,15 @@ def test_a_contrast_of_nothing_is_plain_training(double):
     adapter = parts.find("adapter", "lowrank")(context=2)
 
     def shared(local):
-        return play(
-            Method.build(adapter, local, parts.find("merge", "mean")(), task, 5), data, 6, rounds=2
-        ).state.shared
+        method = Method.build(adapter, local, parts.find("merge", "mean")(), task, 5)
+        return play(method, data, 6, rounds=2).state.shared
 
     torch.testing.assert_close(shared(Contrast(**RULES, contrast=0.0)), shared(Sgd(**RULES)))
     gentle = RULES | {"lr": 0.02}
 
     def near(local) -> float:
-        params = with_client_axis(
-            shared(local) | {k: v for k, v in adapter.init(task, 5).items() if k in adapter.private}
-        )
+        private = {k: v for k, v in adapter.init(task, 5).items() if k in adapter.private}
+        params = with_client_axis(shared(local) | private)
         return float((adapter.class_vectors(task, params)[0] * task.names()).sum(-1).mean())
 
     assert near(Contrast(**gentle, contrast=20.0)) > near(Sgd(**gentle)) + 1e-3
@@ -271,9 +267,8 @@ def test_batches_of_padding_weigh_nothing(double):
         torch.cat([batch.x, batch.x[:, :2]], 1), torch.cat([batch.y, batch.y[:, :2]], 1),
         torch.cat([batch.weight, torch.zeros(1, 2)], 1), batch.step,
     )  # fmt: skip
-    torch.testing.assert_close(
-        rule.robust_gradients(model, start)(params, batch), rule.robust_gradients(model, start)(params, wide)
-    )
+    gradients = rule.robust_gradients(model, start)
+    torch.testing.assert_close(gradients(params, batch), gradients(params, wide))
     assert NOUNS[:3] == task.nouns[:3]
 
 

@@ -230,9 +230,8 @@ def test_prompt_dropout_is_drawn_by_place():
     adapter = Gallop(wholes=4, drop=0.75)
     kept = adapter.prompt_weights(batch_at(3))
     assert torch.equal(kept.sum(1), torch.ones(50)) and torch.equal((kept > 0).sum(1), torch.ones(50, dtype=torch.long))
-    assert torch.equal(kept, adapter.prompt_weights(batch_at(3))) and not torch.equal(
-        kept, adapter.prompt_weights(batch_at(4))
-    )
+    assert torch.equal(kept, adapter.prompt_weights(batch_at(3)))
+    assert not torch.equal(kept, adapter.prompt_weights(batch_at(4)))
     assert (kept.sum(0) > 4).all()  # everybody's turn comes
     assert torch.equal(Gallop(wholes=4, drop=0.5).prompt_weights(batch_at(3)).unique(), torch.tensor([0, 0.5]))
     assert torch.equal(Gallop(wholes=4, drop=0.0).prompt_weights(batch_at(3)), torch.full((50, 4), 0.25))
@@ -285,9 +284,8 @@ def test_every_image_has_a_prompt_of_its_own(specific, double):
     batch = Batch(x[None], data.y[None, :6], real)
     alike = adapter.logits_and_aligned(task, with_client_axis(params), batch)[1]
     few = Batch(x[None, :4], data.y[None, :4], real[:, :4])
-    torch.testing.assert_close(
-        alike, adapter.logits_and_aligned(task, with_client_axis(params), few)[1]
-    )  # padding counts nothing
+    alone = adapter.logits_and_aligned(task, with_client_axis(params), few)[1]
+    torch.testing.assert_close(alike, alone)  # padding counts nothing
 
 
 # LAPT
@@ -300,9 +298,8 @@ def test_lapt_by_brute_force(double):
     x, y = data.x[None, :6], data.y[None, :6]
     batch = Batch(x, y, torch.full((1, 6), 1 / 6), step=4)
     outer = task._replace(classes=task.nouns[:3])
-    text = torch.cat(
-        [WORDS.class_vectors(task, params), WORDS.class_vectors(outer, {"context": params["negatives"]})], 1
-    )[0]
+    classes, nouns = WORDS.class_vectors(task, params), WORDS.class_vectors(outer, {"context": params["negatives"]})
+    text = torch.cat([classes, nouns], 1)[0]
     logits = adapter.train_logits(task, params, batch)
     torch.testing.assert_close(logits[:, :, 0], task.scale * x @ text.T)
     names = task.names().double()[y]

@@ -1,4 +1,4 @@
-"""run.json and rounds.jsonl: read back as written, read from fedvlm 0.1, and refused with a reason where they are damaged."""
+"""run.json and rounds.jsonl: read back as written, read from fedvlm 0.1, refused with a reason where they are damaged."""
 
 from __future__ import annotations
 

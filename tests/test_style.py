@@ -1,4 +1,4 @@
-"""The house style that tools can check: lint, format, types (strict on core, method and engines)."""
+"""The house style that tools can check: lint, format, strict types."""
 
 from __future__ import annotations
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from fedvlm import catalogue, parts, recipe
-from fedvlm.config import Config
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import Key, keys_of
+from fedvlm.keys import Key
+from fedvlm.machine import runs_home
 
 BASH = """_fedvlm() {
   local line="${COMP_LINE:0:$COMP_POINT}" current="${COMP_WORDS[COMP_CWORD]}" IFS=$'\\n'
@@ -60,12 +59,12 @@ def candidates(before: list[str], current: str) -> list[str]:
     takes_keys = verb in (*TAKES_METHOD, "demo") and (named or verb == "demo")
     known = [f"{k.name}=" for k in keys(named, given)] + ["on=", "adapter=", "local=", "merge="] if takes_keys else []
     unused = [k for k in known if k[:-1] not in given]
-    folders = [str(p.parent) for p in Path("runs").glob("*/run.json")] if verb in TAKES_RUNS else []
+    folders = [str(p.parent) for p in runs_home().glob("*/run.json")] if verb in TAKES_RUNS else []
     return [*flags, *(choices if not named else []), *methods, *unused, *folders]
 
 
 def keys(named: list[str], given: dict[str, str]) -> list[Key]:
-    found = keys_of(Config)
+    found = list(catalogue.load().run)
     if not named:
         return found
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedvlm import api, console, recipe
+from fedvlm import api, console, parts, recipe
 from fedvlm.config import key_values
 from fedvlm.errors import FedvlmError
 
@@ -14,12 +14,17 @@ START = """# A recipe of your own: fedvlm run {file}
 title: {title}
 # idea: one sentence that says what is new
 like: {like}  # everything that is not said here
-# adapter: {adapter}  # or a file of your own: my_adapter.py (see docs/add-a-method.md)
-# local: {local}
-# merge: {merge}
+{adapter}  # or a file of your own: my_adapter.py (see docs/add-a-method.md)
+{local}
+{merge}
 settings:{settings}
 # every key with its value and meaning: fedvlm show {file}
 """
+
+
+def axis_line(axis: str, given: dict[str, str], base: recipe.Recipe) -> str:
+    """What the user chose, or as a comment what is inherited."""
+    return f"{axis}: {given[axis]}" if axis in given else f"# {axis}: {getattr(base, axis)}"
 
 
 def main(args: argparse.Namespace) -> None:
@@ -31,17 +36,15 @@ def main(args: argparse.Namespace) -> None:
     given = dict(key_values(args.pairs))
     like = given.pop("like", "fedavg")
     base = recipe.load(like)
-    chosen = api.describe(like, **given)
-    rows = {r.key.name: r.value for r in chosen.keys}
-    settings = "".join(f"\n  {key}: {api.yaml_value(rows[key])}" for key in given) or " {}"
+    chosen = api.describe(like, **given)  # refuses what `run` would refuse
+    values = {f"{r.home}.{r.key.name}": r.value for r in chosen.keys} | {r.key.name: r.value for r in chosen.keys}
+    lines = [f"\n  {key}: {api.yaml_value(values[key])}" for key in given if key not in parts.AXES]
     text = START.format(
         file=path,
         title=path.stem,
         like=like,
-        adapter=base.adapter,
-        local=base.local,
-        merge=base.merge,
-        settings=settings,
+        settings="".join(lines) or " {}",
+        **{axis: axis_line(axis, given, base) for axis in parts.AXES},
     )
     try:
         path.write_text(text, encoding="utf-8")

@@ -144,7 +144,7 @@ def prepare(folder: Path, job: Job, i: int) -> None:
         "novel": task.novel.classes if task.novel else (),
         "novel_phrases": task.novel.phrases if task.novel else (),
     }
-    (folder / "client.json").write_text(json.dumps(about))
+    (folder / "client.json").write_text(json.dumps(about), encoding="utf-8")
     for home, code in setup.codes.items():
         code.write(folder / "code" / home)
     public = {k: t.text for k, t in (("text", task), ("novel", task.novel)) if t is not None and t.text is not None}

@@ -39,7 +39,7 @@ def serve(folder: Path, requests: BinaryIO, replies: BinaryIO) -> None:
 
 class Client:
     def __init__(self, folder: Path):
-        about = json.loads((folder / "client.json").read_text())
+        about = json.loads((folder / "client.json").read_text(encoding="utf-8"))
         torch.set_num_threads(about["threads"])
         public, mine = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
         records = {home: PartRecord(**part) for home, part in about["parts"].items()}

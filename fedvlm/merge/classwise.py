@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Data, Params, State
 from fedvlm.local.base import Shapes
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, Replies
+from fedvlm.tasks import SEGMENTATION
 
 BY_CLASS = ("context", "head")  # parameters with one row per class, where their first axis has that length
 
@@ -25,6 +26,11 @@ BY_CLASS = ("context", "head")  # parameters with one row per class, where their
 @dataclass(frozen=True)
 class Classwise(Merge):
     weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+
+    def incompatible(self, adapter: Adapter) -> str:
+        if adapter.task_type is not SEGMENTATION:
+            return ""
+        return "averages by class, and masks have no classes; use merge=mean"
 
     def uploads(self, task: Task) -> Shapes:
         return {"class_counts": (len(task.classes),)}

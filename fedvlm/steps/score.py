@@ -99,18 +99,19 @@ def client_views(model: Model, params: Params, data: Data, same_for_all: bool) -
             low, high = int(data.bounds[i, at]), int(data.bounds[i, at + 1])
             return data.x[low:high], data.y[low:high]
 
+        def blocks(name: str) -> tuple[Tensor, ...]:
+            x = examples(name)[0]
+            return torch.split(x, model.adapter.limits.examples) if len(x) else ()
+
         @lru_cache
         def logits(name: str) -> Tensor:
-            blocks = torch.split(examples(name)[0], model.adapter.limits.examples)
-            return torch.cat([model.logits(one, x[None])[0] for x in blocks])
+            found = [model.logits(one, x[None])[0] for x in blocks(name)]
+            return torch.cat(found) if found else torch.zeros(0, len(model.task.classes))
 
         @lru_cache
         def scores(name: str) -> dict[str, Tensor]:
-            x = examples(name)[0]
-            blocks = [
-                detection_scores(model, one, part[None]) for part in torch.split(x, model.adapter.limits.examples)
-            ]
-            return {k: torch.cat([b[k][0] for b in blocks]) if blocks else x.new_empty(0) for k in SCORES}
+            found = [detection_scores(model, one, x[None]) for x in blocks(name)]
+            return {k: torch.cat([f[k][0] for f in found]) if found else torch.zeros(0) for k in SCORES}
 
         def labels(name: str) -> Tensor:
             y = examples(name)[1]
