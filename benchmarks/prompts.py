@@ -91,7 +91,7 @@ def rounds(args: argparse.Namespace) -> None:
     given: dict[str, object] = {"data": args.data, "outsiders": args.outsiders, "epochs": 2, "rounds": 1}
     cases: dict[str, dict[str, object]] = {
         "promptfl": {"keep": False, "gaps": False},
-        "focoop": {"explore": args.explore, "candidates": args.candidates},
+        "focoop": {"ascent_steps": args.explore, "candidates": args.candidates},
     }
     rows, pools = [], Pools()
     for name in [args.only] if args.only else cases:
@@ -219,18 +219,18 @@ class Reference:
         """Algorithm 2, as interpreted in fedvlm/local/bdro.py."""
         shift: Params = {}
         penalty = torch.zeros(())
-        for name, hold in (("context", rule.hold), ("outsiders", rule.hold_outsiders)):
+        for name, hold in (("context", rule.penalty), ("outsiders", rule.outsider_penalty)):
             now = drawn[name].roll(batch.step * STRIDE, -1)
-            for _ in range(rule.explore):
+            for _ in range(rule.ascent_steps):
                 now = now.detach().requires_grad_()
                 moved = params | {k: params[k] + v for k, v in (shift | {name: now}).items()}
-                cost = hold * now.square().sum() + rule.sparse * now.abs().sum()
+                cost = hold * now.square().sum() + rule.l1 * now.abs().sum()
                 (up,) = torch.autograd.grad(self.losses(moved, image, y).mean() - cost, now)
-                now = now + rule.ascent * up
+                now = now + rule.ascent_rate * up
             shift[name] = now.detach()
-            penalty = penalty + hold * shift[name].square().sum() + rule.sparse * shift[name].abs().sum()
+            penalty = penalty + hold * shift[name].square().sum() + rule.l1 * shift[name].abs().sum()
         each = self.losses(params | {k: params[k] + v for k, v in shift.items()}, image, y)
-        soft = rule.hold_outsiders * rule.evenness
+        soft = rule.outsider_penalty * rule.temperature
         return soft * ((each / soft).logsumexp(0) - float(np.log(len(each)))) - penalty
 
 

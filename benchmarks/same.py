@@ -28,6 +28,7 @@ NETWORKS = {
     "tower": ["data={images}", "unseen=noto", "rounds=1", "shots=2"],
 }
 SMALL = {"outsiders": ["candidates=200", "count=8"], "lapt": ["candidates=200", "count=8"]}
+RENAMED = {"seemly_mass": "class_like_mass"}  # records that were called otherwise
 TIMES = ("seconds", "started", "void")  # of a record: not a result
 
 
@@ -105,7 +106,7 @@ def read(run: Path) -> dict[str, object]:
         if kind in ("shared", "task"):
             shared[key.removeprefix("task.")] = value
     rounds = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
-    scores = [{k: v for k, v in r.items() if k not in TIMES} for r in rounds]
+    scores = [{RENAMED.get(k, k): v for k, v in r.items() if k not in TIMES} for r in rounds]
     return {"state": sha(shared), "outputs": sha(load_file(run / "outputs.safetensors")), "scores": scores}
 
 

@@ -18,6 +18,7 @@ from fedvlm import catalogue, recipe
 from fedvlm.config import Setup, resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import Key
+from fedvlm.machine import runs_home
 from fedvlm.records import RoundRecord, RunRecord, Select, Value
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def runs(*paths: str | Path) -> Runs:
     """The runs in or below these folders."""
     from fedvlm.folder import find
 
-    return Runs([Run(found) for found in find([str(p) for p in paths] or ["runs"])])
+    return Runs([Run(found) for found in find([str(p) for p in paths] or [str(runs_home())])])
 
 
 def load(folder: str | Path, backbone: object = None) -> Predictor:

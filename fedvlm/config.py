@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from fedvlm import catalogue, own, parts, recipe
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import Key, unknown
+from fedvlm.keys import RENAMED, Key, unknown
 from fedvlm.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     """A method's recipe and what the user gave, as a setup; an error names the key and the way out."""
     plan = recipe.load(method, on=str(given.get("on", "")))
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
-    tuned = str(given.get("settings", "tuned")) != "paper"
+    asked = [layer.settings["settings"] for layer in plan.layers(backbone, tuned=False) if "settings" in layer.settings]
+    tuned = str(given.get("settings") or (asked or ["tuned"])[-1]) != "paper"
     names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
     keys: dict[str, list[Key]] = {"run": catalogue.load().run} | {a: catalogue.keys(a, n) for a, n in names.items()}
     layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
@@ -199,7 +200,13 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
                 origins[f"{home}.{name}"] = origin
     complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
-    check(config, complete["local"])
+    try:
+        check(config, complete["local"])
+    except FedvlmError as error:
+        key = str(error).partition("=")[0]
+        origin = origins.get(f"run.{key}") or origins.get(f"local.{key}") or COMMAND_LINE
+        where = "" if origin == COMMAND_LINE else f"{_place(plan, origin)}: "
+        raise FedvlmError(f"{where}{error}") from None
     codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
     homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
     for spec, home in metrics.items():
@@ -268,6 +275,8 @@ def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str)
 
 def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
     """An error that says which other part has this key, where one has."""
+    if RENAMED.get(key.rpartition(".")[2]) in _all_names(keys):
+        return unknown(key, _all_names(keys), where)
     for axis in parts.AXES:
         for other, info in catalogue.load().parts[axis].items():
             if any(k.name == key for k in info.keys):

@@ -7,13 +7,37 @@ import dataclasses
 import inspect
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Literal, NamedTuple, cast
 
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.records import Value
 
 Scalar = int | float | str | bool | None
+RENAMED = {
+    "wander": "noise",
+    "relative": "relative_noise",
+    "tie": "kl_weight",
+    "explore": "ascent_steps",
+    "ascent": "ascent_rate",
+    "hold_outsiders": "outsider_penalty",
+    "hold": "penalty",
+    "evenness": "temperature",
+    "sparse": "l1",
+    "calm_rounds": "patience",
+    "calm": "tolerance",
+    "steady": "retain",
+    "relax": "relaxation",
+    "seemly": "class_like",
+    "reach": "step_size",
+    "pace": "weight_lr",
+    "blur": "upload_noise",
+    "groups": "upload_groups",
+    "upload": "upload_share",
+    "wholes": "global_prompts",
+    "details": "local_prompts",
+    "nearest": "patches",
+}  # keys of 0.1 and what they are called now
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -117,5 +141,8 @@ def comments_of(cls: type) -> dict[str, str]:
     return found
 
 
-def unknown(key: str, known: Iterable[str], where: str = "") -> FedvlmError:
+def unknown(key: str, known: Collection[str], where: str = "") -> FedvlmError:
+    name = key.rpartition(".")[2]
+    if RENAMED.get(name) in known:
+        return FedvlmError(f"{where}{key}= is not a key here: it is now called {RENAMED[name]}=")
     return FedvlmError(f"{where}{key}= is not a key here; {nearest(key, known)}")

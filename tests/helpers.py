@@ -50,8 +50,9 @@ RULES = {"lr": 0.05, "batch": 4, "epochs": 2, "momentum": 0.5, "weight_decay": 0
 
 # Sizes of adapters by field name, used where a field's default is larger: the contract does not depend on size.
 SMALL = {
-    "bottleneck": 4, "context": 2, "count": 3, "depth": 2, "details": 2, "embed": 2, "hidden": 3, "layers": 2,
-    "levels": 1, "nearest": 2, "rank": 2, "size": 3, "tokens": 2, "wholes": 2, "width": 2,
+    "bottleneck": 4, "context": 2, "count": 3, "depth": 2, "local_prompts": 2, "embed": 2, "hidden": 3,
+    "iterations": 10, "layers": 2,
+    "levels": 1, "patches": 2, "rank": 2, "size": 3, "tokens": 2, "global_prompts": 2, "width": 2,
 }  # fmt: skip
 # Settings that make an adapter run more of its code than the default does.
 THOROUGH: dict[str, Any] = {"deep": True, "projections": ("q", "k", "v", "out")}
@@ -373,7 +374,7 @@ def scores(run: RunFolder) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k != "seconds"} for record in run.rounds()]
 
 
-FEDDTL = {"rounds": 4, "calm": 2.0, "calm_rounds": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
+FEDDTL = {"rounds": 4, "tolerance": 2.0, "patience": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
 FEDDTL |= {"projections": "q", "updates": 2, "epochs": 1, "batch": 16, "seed": 7, "engine": "serial"}
 FEDDTL |= {"protocol": "base-to-novel", "partition": "iid", "clients": 2}
 

@@ -46,7 +46,9 @@ def test_the_same_run_is_recognised(run, images, capsys):
 
 
 def test_bench_gives_one_table(images, tmp_path):
-    found = fedvlm.bench(["zero-shot", "fedavg"], data=images, unseen="noto", rounds=1, seeds=[1, 2], out=tmp_path, jobs=1)
+    found = fedvlm.bench(
+        ["zero-shot", "fedavg"], data=images, unseen="noto", rounds=1, seeds=[1, 2], out=tmp_path, jobs=1
+    )
     assert len(found) == 4 and len(found[:2]) == 2
     table = found.table()
     assert [r["method"] for r in table.rows] == ["zero-shot", "fedavg"] and "± " in str(table)
@@ -69,7 +71,9 @@ def test_methods_and_describe():
 
 def pictures(images):
     """Arrays as a user would have them: every image 32 pixels wide."""
-    files = [(style, label, f) for style in STYLES for label in CLASSES for f in sorted((images / style / label).iterdir())]
+    files = [
+        (style, label, f) for style in STYLES for label in CLASSES for f in sorted((images / style / label).iterdir())
+    ]
     x = np.stack([np.asarray(Image.open(f).convert("RGB").resize((32, 32))) for _, _, f in files])
     return x, [label for _, label, _ in files], [style for style, _, _ in files]
 

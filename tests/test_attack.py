@@ -63,7 +63,9 @@ def test_noise_leaks_nothing():
     assert abs(found.member - 0.5) < 0.03 and abs(found.labels - 0.2) < 0.03
 
 
-@pytest.mark.parametrize("protection", [{"groups": 8}, {"groups": 4}, {"blur": 0.1}, {"blur": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "protection", [{"upload_groups": 8}, {"upload_groups": 4}, {"upload_noise": 0.1}, {"upload_noise": 0.3}], ids=str
+)
 def test_protections_reduce_the_leak(protection):
     plain, found = (leak_of(TextServer(**p), *clusters()) for p in ({}, protection))
     assert found.matched < 0.96 and found.member < 0.95
@@ -72,18 +74,22 @@ def test_protections_reduce_the_leak(protection):
 
 
 def test_a_stronger_protection_leaks_less():
-    for key, values in {"blur": (0.05, 0.2, 0.8), "groups": (20, 8, 2), "upload": (0.5, 0.2, 0.1)}.items():
+    for key, values in {
+        "upload_noise": (0.05, 0.2, 0.8),
+        "upload_groups": (20, 8, 2),
+        "upload_share": (0.5, 0.2, 0.1),
+    }.items():
         found = [leak_of(TextServer(**{key: v}), *clusters()) for v in values]
         members = [f.member for f in found]
         assert members == sorted(members, reverse=True) and members[0] > members[-1] + 0.05
-        if key != "upload":  # all of what is still sent is found
+        if key != "upload_share":  # all of what is still sent is found
             assert found[0].matched > found[-1].matched
         else:
             assert {f.matched for f in found} == {1.0} and [f.sent for f in found] == [100, 40, 20]
 
 
 def test_a_group_of_one_image_protects_nothing():
-    assert leak_of(TextServer(groups=8), *clusters(each=8))._replace(chance=0) == leak_of(
+    assert leak_of(TextServer(upload_groups=8), *clusters(each=8))._replace(chance=0) == leak_of(
         TextServer(), *clusters(each=8)
     )._replace(chance=0)
 
@@ -112,9 +118,9 @@ def test_by_hand():
 def test_comparing_in_blocks_changes_nothing(monkeypatch):
     from fedvlm.privacy import attack as module
 
-    at_once = leak_of(TextServer(blur=0.1), *clusters())
+    at_once = leak_of(TextServer(upload_noise=0.1), *clusters())
     monkeypatch.setattr(module, "BLOCK", 7)
-    in_blocks = leak_of(TextServer(blur=0.1), *clusters())
+    in_blocks = leak_of(TextServer(upload_noise=0.1), *clusters())
     assert in_blocks == pytest.approx(at_once)
 
 
@@ -140,7 +146,7 @@ def runs(images, tmp_path_factory):
     """Without and with a protection; and one that is not base-to-novel and has private parameters."""
     out = tmp_path_factory.mktemp("attack")
     run_of(images, out / "plain", rounds=2)
-    run_of(images, out / "grouped", rounds=2, groups=2, blur=0.05, text_lr=0.5)
+    run_of(images, out / "grouped", rounds=2, upload_groups=2, upload_noise=0.05, text_lr=0.5)
     given = {
         "protocol": "one",
         "partition": "domain",
@@ -183,12 +189,19 @@ def test_a_run_and_what_if(runs):
     last = RunFolder(runs / "plain").record.finished.last
     plain, *rest = rows
     assert plain["matched"] == 1.0 and plain["member"] > 0.95 and plain["hm"] == last["hm"] is not None
-    assert [(r["upload"], r["groups"], r["blur"]) for r in rest] == [(1, 0, 0.1), (1, 4, 0), (1, 8, 0), (0.2, 0, 0)]
+    assert [(r["upload_share"], r["upload_groups"], r["upload_noise"]) for r in rest] == [
+        (1, 0, 0.1),
+        (1, 4, 0),
+        (1, 8, 0),
+        (0.2, 0, 0),
+    ]
     assert all(r["hm"] is None and r["run"] == "plain, what if" for r in rest)
     assert rest[0]["matched"] < 1 and rest[1]["matched"] < 1 and rest[1]["sent"] < plain["sent"] == 18
     assert rest[3]["sent"] == 4 and rest[3]["matched"] == 1.0
     (grouped,) = attack(RunFolder(runs / "grouped"))
-    assert (grouped["groups"], grouped["blur"], grouped["sent"]) == (2, 0.05, 4) and grouped["matched"] < 1
+    assert (grouped["upload_groups"], grouped["upload_noise"], grouped["sent"]) == (2, 0.05, 4) and grouped[
+        "matched"
+    ] < 1
     assert len(attack(RunFolder(runs / "grouped"), what_if=True)) == 6
 
 
@@ -211,7 +224,7 @@ def test_the_command(runs, tmp_path, capsys):
     assert main([*words, "--csv", str(tmp_path / "t.csv")]) == 0
     text = capsys.readouterr().out
     head = text.splitlines()[0].split()
-    assert head[:8] == ["run", "upload", "groups", "blur", "local", "base", "novel", "hm"]
+    assert head[:8] == ["run", "upload_share", "upload_groups", "upload_noise", "local", "base", "novel", "hm"]
     assert head[8:] == ["G", "P", "matched", "chance", "member", "classes", "labels", "sent"]
     rows = {line.split()[0]: line.split() for line in text.splitlines()[1:4]}
     assert rows["plain"][10] == "100.00" and rows["plain"][8:10] == ["–", "–"] and rows["domains"][4:8] == ["–"] * 4
@@ -219,7 +232,7 @@ def test_the_command(runs, tmp_path, capsys):
     with (tmp_path / "t.csv").open() as file:
         read = list(csv.DictReader(file))
     assert [r["run"] for r in read] == ["plain", "grouped", "domains"] and float(read[0]["matched"]) == 1.0
-    assert read[2]["hm"] == "" and float(read[1]["blur"]) == 0.05
+    assert read[2]["hm"] == "" and float(read[1]["upload_noise"]) == 0.05
     assert main(["attack", str(runs / "plain"), "--what-if"]) == 0
     assert capsys.readouterr().out.count("plain, what if") == 4
 
@@ -253,7 +266,12 @@ def test_runs_that_cannot_be_attacked_are_errors(images, runs, tmp_path, capsys,
 
 
 def test_a_table_without_utility_has_no_columns_for_it():
-    row = {"run": "r", "upload": 1.0, "groups": 0, "blur": 0.0} | Leak(1.0, 0.1, None, 0.5, 0.5, 12)._asdict()
+    row = {"run": "r", "upload_share": 1.0, "upload_groups": 0, "upload_noise": 0.0} | Leak(
+        1.0, 0.1, None, 0.5, 0.5, 12
+    )._asdict()
     made = table([row])
-    assert made.columns[:5] == ["run", "upload", "groups", "blur", "matched"] and made.rows[0]["member"] == "–"
+    assert (
+        made.columns[:5] == ["run", "upload_share", "upload_groups", "upload_noise", "matched"]
+        and made.rows[0]["member"] == "–"
+    )
     assert made.rows[0]["matched"] == "100.00" and made.rows[0]["sent"] == "12"

@@ -274,3 +274,22 @@ def test_init_refuses_and_writes_nothing(words, says, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert main(["init", *words]) == 1
     assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_users_recipe_can_ask_for_the_papers_settings(tmp_path):
+    (tmp_path / "mine.yaml").write_text("like: fedot\nsettings: {settings: paper}\n")
+    assert resolve(str(tmp_path / "mine.yaml"), {}).parts["local"].settings["lr"] == 5e-5
+    assert resolve(str(tmp_path / "mine.yaml"), {"settings": "tuned"}).parts["local"].settings["lr"] == 0.01
+
+
+def test_a_value_out_of_range_names_its_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("like: fedot\nsettings: {lr: -1}\n")
+    with pytest.raises(FedvlmError, match=r"mine\.yaml.*lr=-1 must be above 0"):
+        resolve(str(tmp_path / "mine.yaml"), {})
+
+
+def test_a_former_key_is_answered_with_its_name_today():
+    with pytest.raises(FedvlmError, match="wander= is not a key here: it is now called noise="):
+        resolve("feddtl", {"wander": 1})
+    with pytest.raises(FedvlmError, match="merge=mean has none, merge=ga has"):
+        resolve("fedavg", {"step": 1})

@@ -104,7 +104,7 @@ def by_hand(rule: TwoStage, policy, sample: Sample, y, weight):
         won /= many
     else:
         won = sum(gain.values()) / len(every)
-    loss = rule.tie * apart / len(every) - won
+    loss = rule.kl_weight * apart / len(every) - won
     return loss * (len(real) if rule.algorithm == "dr-grpo" else 1), clipped / len(every), advantage
 
 
@@ -125,7 +125,7 @@ def case(seed: int, clients: int = 2, random_numbers: int = 3, examples: int = 4
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_loss_is_what_the_paper_prints(double, algorithm, kl):
     """Loss, advantage and clip fraction by hand, and the slope by differences of that."""
-    rule = TwoStage(algorithm=algorithm, kl=kl, tie=0.3)
+    rule = TwoStage(algorithm=algorithm, kl=kl, kl_weight=0.3)
     shares = set()
     for seed in range(6):
         logits, reference, actions, old, batch = case(seed)
@@ -194,7 +194,10 @@ def test_algorithms_that_must_agree(double):
         torch.testing.assert_close(
             loss(first, algorithm="gmpo", clip_high=0.2), loss(first, algorithm="grpo", clip_high=0.2)
         )
-    only_kl = [loss(algorithm=a, tie=1.0, clip=0.0) - loss(algorithm=a, tie=0.0, clip=0.0) for a in ("grpo", "dr-grpo")]
+    only_kl = [
+        loss(algorithm=a, kl_weight=1.0, clip=0.0) - loss(algorithm=a, kl_weight=0.0, clip=0.0)
+        for a in ("grpo", "dr-grpo")
+    ]
     torch.testing.assert_close(only_kl[1], only_kl[0] * torch.tensor([4.0, 2.0]))
 
 
@@ -214,10 +217,10 @@ def counts():
     return {"clipped": torch.zeros(1), "flat": torch.zeros(1)}
 
 
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("relative_noise", [False, True])
 def test_actions_are_drawn_from_the_noisy_old_policy(double, relative):
     """z + σ·noise (times its length over √dim), normalised; the first class whose cumulated probability is above the die."""
-    rule = TwoStage(wander=0.3, relative=relative, actions=4)
+    rule = TwoStage(noise=0.3, relative_noise=relative, actions=4)
     model, params, reference, data, batch = at_work(rule)
     found = rule.sample(model, params, reference, batch, data)
     clean = IMAGE.embed(model.task, params, batch.x)
@@ -268,7 +271,7 @@ def test_noise_grows_with_the_embedding_only_where_it_is_relative(double):
             return 10 * super().embed(task, params, x)
 
     def old(adapter, relative):
-        rule = TwoStage(wander=0.3, relative=relative)
+        rule = TwoStage(noise=0.3, relative_noise=relative)
         return rule.sample(Model(adapter, task), params, params, batch, data).old
 
     torch.testing.assert_close(old(Longer(rank=2, towers="image"), True), old(IMAGE, True))
@@ -278,11 +281,13 @@ def test_noise_grows_with_the_embedding_only_where_it_is_relative(double):
 @pytest.mark.parametrize("kl", ["sampled", "exact"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(
-    "edge", [{"actions": 1}, {"wander": 0.0}, {"tie": 0.0}, {"classes": 1}, {"client": 3}, {"alike": True}], ids=str
+    "edge",
+    [{"actions": 1}, {"noise": 0.0}, {"kl_weight": 0.0}, {"classes": 1}, {"client": 3}, {"alike": True}],
+    ids=str,
 )
 def test_at_the_edges_it_is_finite_and_what_it_must_be(double, edge, algorithm, kl):
     """No advantage leaves the KL alone; no KL and no advantage leave nothing; no noise starts at ratio 1."""
-    given = {"actions": 8} | {k: v for k, v in edge.items() if k in ("actions", "wander", "tie")}
+    given = {"actions": 8} | {k: v for k, v in edge.items() if k in ("actions", "noise", "kl_weight")}
     rule = TwoStage(algorithm=algorithm, kl=kl, **given)
     model, params, reference, data, batch = at_work(rule, edge.get("client", 0), edge.get("classes", 5))
     if "alike" in edge:  # an answer that nobody ever gives: no reward at all
@@ -305,23 +310,23 @@ def test_at_the_edges_it_is_finite_and_what_it_must_be(double, edge, algorithm, 
             there = (sample.reference.gather(-1, at) - policy.gather(-1, at)).transpose(1, 2)
             each = there.exp() - there - 1
         size = (batch.weight > 0).sum() if algorithm == "dr-grpo" else 1
-        return rule.tie * size * batch.mean(each.mean(1))
+        return rule.kl_weight * size * batch.mean(each.mean(1))
 
     loss, found = by_autograd(apart)(params, batch)
-    assert loss.abs().sum() > 0 or {"tie", "classes"} & edge.keys()
+    assert loss.abs().sum() > 0 or {"kl_weight", "classes"} & edge.keys()
     if flat:
         torch.testing.assert_close(value, loss)
         for one, other in zip(slopes, found, strict=True):
             torch.testing.assert_close(one, other)
     if "classes" in edge:
         assert value.abs().sum() < 1e-12 and all(s.abs().max() < 1e-12 for s in slopes)
-    if "wander" in edge:
+    if "noise" in edge:
         policy = model.logits(params, batch.x).log_softmax(-1)
         torch.testing.assert_close(sample.old, policy.gather(-1, sample.actions.mT).mT)
         assert sample.advantage.any()
         if algorithm != "gmpo":  # advantages cancel out at ratio 1
             torch.testing.assert_close(value, loss)
-    if "tie" in edge:
+    if "kl_weight" in edge:
         assert sample.advantage.any() and not loss.any() and any(s.any() for s in slopes)
 
 
@@ -335,7 +340,7 @@ def test_where_policy_and_reference_agree_there_is_no_kl(double):
 
 def test_the_old_policy_is_frozen_while_a_batch_lasts(double):
     """The second update's ratio is no longer 1, on the actions of the first; a new batch random_numbers anew."""
-    rule = TwoStage(wander=0.0, tie=0.0, actions=16)
+    rule = TwoStage(noise=0.0, kl_weight=0.0, actions=16)
     model, params, reference, data, batch = at_work(rule)
     count, taken = counts(), rule.sample(model, params, reference, batch, data)
     slopes = rule.reinforce(model, reference, data, count)
@@ -363,7 +368,7 @@ def test_the_old_policy_is_frozen_while_a_batch_lasts(double):
 
 def test_a_round_of_it_by_hand(double):
     """Every batch once, `updates` steps on each, whatever `epochs` says; clipped and flat are means over the steps."""
-    rule = TwoStage(lr=0.5, batch=8, epochs=3, updates=2, wander=0.5, relative=True, tie=0.2)
+    rule = TwoStage(lr=0.5, batch=8, epochs=3, updates=2, noise=0.5, relative_noise=True, kl_weight=0.2)
     model, params, reference, data, _ = at_work(rule)
     ours = {k: v.clone() for k, v in params.items()}
     shared, anchor = ({k: v[0] for k, v in given.items()} for given in (params, reference))
@@ -406,8 +411,10 @@ def sent(state: State) -> Params:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_reinforced_stacked_is_serial(double, algorithm):
     task, data = example("lora")
-    rule = TwoStage(**RULES, algorithm=algorithm, wander=0.5, relative=True)
-    method = feddtl(rule, TextServer(**ONLY_SECOND, upload=0.5, blur=0.1, text_batch=8), task._replace(scale=SHARP))
+    rule = TwoStage(**RULES, algorithm=algorithm, noise=0.5, relative_noise=True)
+    method = feddtl(
+        rule, TextServer(**ONLY_SECOND, upload_share=0.5, upload_noise=0.1, text_batch=8), task._replace(scale=SHARP)
+    )
     state, _, scored, cohort = play(method, data, chunk=1, rounds=2)
     for chunk in (2, 6):
         other, _, scored_beside, beside = play(method, data, chunk, rounds=2)
@@ -421,7 +428,7 @@ def test_reinforced_stacked_is_serial(double, algorithm):
 def test_reinforced_order_and_absence(double):
     """As in the contract, which ends before the second stage begins."""
     _, data = example("lora")
-    method = feddtl(merge=TextServer(**ONLY_SECOND, groups=2))
+    method = feddtl(merge=TextServer(**ONLY_SECOND, upload_groups=2))
     state = play(method, data, 6, rounds=2).state
     same(sent(state), sent(play(method, data, 6, rounds=2, ids=ABLE[::-1].copy()).state))
     absent, *_, cohort = play(method, data, 6, rounds=2, lost=frozenset({0, 3}))
@@ -491,7 +498,7 @@ def by_rule(script, calm, calm_rounds) -> list[str]:
 def test_the_switch_comes_by_the_papers_rule_and_for_good(script, calm, calm_rounds):
     torch.set_default_dtype(torch.float64)
     try:
-        stages, heard, *_ = staged(script, calm=calm, calm_rounds=calm_rounds)
+        stages, heard, *_ = staged(script, tolerance=calm, patience=calm_rounds)
     finally:
         torch.set_default_dtype(torch.float32)
     assert stages == by_rule(script, calm, calm_rounds)
@@ -501,23 +508,23 @@ def test_the_switch_comes_by_the_papers_rule_and_for_good(script, calm, calm_rou
 
 def test_the_switch_in_plain_numbers(double):
     script = [0.5, 0.7, 0.701, 0.75, 0.751, 0.752, 0.1, 0.9]
-    stages, _, notes, state = staged(script, calm=0.003, calm_rounds=2)
+    stages, _, notes, state = staged(script, tolerance=0.003, patience=2)
     assert stages == ["supervised"] * 6 + ["reinforced"] * 2
     assert [n["train_accuracy"] for n in notes] == script
     assert float(state.server[FINAL + "w"]) == 16.0 and float(state.server["stage.rounds"]) == 6
     assert "clipped" not in notes[0] and notes[-1]["clipped"] == 0.25
-    assert staged([0.5, 0.75, 1.0], calm=0.25, calm_rounds=1)[0] == ["supervised"] * 3  # less than, not at most
+    assert staged([0.5, 0.75, 1.0], tolerance=0.25, patience=1)[0] == ["supervised"] * 3  # less than, not at most
 
 
 def test_the_first_round_has_none_before_it(double):
-    """However large `calm` is; and an accuracy that does not move is calm to the last digit."""
-    assert staged([0.5] * 3, calm=9.0, calm_rounds=1)[0] == ["supervised", "supervised", "reinforced"]
-    assert staged([0.7] * 4, calm=1e-12, calm_rounds=2)[0] == ["supervised"] * 3 + ["reinforced"]
+    """However large `tolerance` is; and an accuracy that does not move is calm to the last digit."""
+    assert staged([0.5] * 3, tolerance=9.0, patience=1)[0] == ["supervised", "supervised", "reinforced"]
+    assert staged([0.7] * 4, tolerance=1e-12, patience=2)[0] == ["supervised"] * 3 + ["reinforced"]
 
 
 def test_accuracy_is_the_mean_over_clients(double):
     """Each counted once; two that move apart stand still together."""
-    stages, _, notes, _ = staged([(0.5, 0.7), (0.4, 0.8), (0.3, 0.9)], calm=0.003, calm_rounds=1)
+    stages, _, notes, _ = staged([(0.5, 0.7), (0.4, 0.8), (0.3, 0.9)], tolerance=0.003, patience=1)
     assert stages == ["supervised", "supervised", "reinforced"]
     assert notes[1]["train_accuracy"] == pytest.approx(0.6)
 
@@ -527,13 +534,13 @@ def test_accuracy_is_the_mean_over_clients(double):
 )
 def test_what_the_reference_is(double, reference, wanted):
     """½ (the model at the switch + the latest), or either."""
-    _, heard, _, state = staged([0.5] * 5, calm=1.0, calm_rounds=1, reference=reference)
+    _, heard, _, state = staged([0.5] * 5, tolerance=1.0, patience=1, reference=reference)
     assert [float(message.reference["w"]) for message in heard[2:]] == wanted
     assert float(state.server[FINAL + "w"]) == 12.0 and state.shared.keys() == {"w"}
 
 
 def test_only_one_stage(double):
-    stages, heard, _, state = staged([0.5] * 4, calm=1.0, calm_rounds=1, stage="supervised")
+    stages, heard, _, state = staged([0.5] * 4, tolerance=1.0, patience=1, stage="supervised")
     assert set(stages) == {"supervised"} and not any(message.reference for message in heard)
     stages, heard, _, state = staged([0.5, 0.9, 0.1], stage="reinforced")
     assert set(stages) == {"reinforced"} and float(state.server[FINAL + "w"]) == 10.0
@@ -651,10 +658,10 @@ def sent_of(merge: TextServer, y: torch.Tensor, dim: int = 6, client: int = 2, *
 )
 @always([25, 50], 0.28, 0)  # 7.000000000000001 in floating point
 def test_how_many_are_sent_of_each_class(sizes, share, groups):
-    """⌈share × n⌉ exactly, in at most `groups` means of disjoint groups that differ by one at most."""
+    """⌈share × n⌉ exactly, in at most `upload_groups` means of disjoint groups that differ by one at most."""
     y = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     y = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(0))]
-    z, sent, labels, made = sent_of(TextServer(upload=share, groups=groups), y)
+    z, sent, labels, made = sent_of(TextServer(upload_share=share, upload_groups=groups), y)
     assert len(sent) == len(labels) == len(made) and sent.shape[1] == 6
     rows = [int(r) for part in made for r in part]
     assert len(rows) == len(set(rows))
@@ -676,31 +683,33 @@ def test_nothing_held_back_is_everything_in_order():
 
 def test_shares_and_groups_are_shuffled():
     """By client and seed, not the first so many; and the same in every round, which must not add up to all."""
-    y, share = torch.zeros(40, dtype=torch.int64), TextServer(upload=0.25)
+    y, share = torch.zeros(40, dtype=torch.int64), TextServer(upload_share=0.25)
     kept = [
         tuple(int(p) for p in sent_of(share, y, **how)[3]) for how in ({}, {"client": 5}, {"round": 4}, {"seed": 9})
     ]
     assert len({frozenset(k) for k in kept}) == 3 and kept[0] == kept[2]
     assert set(kept[0]) != set(range(10))
-    grouped = sent_of(TextServer(groups=4), y)[3]
+    grouped = sent_of(TextServer(upload_groups=4), y)[3]
     assert [len(g) for g in grouped] == [10] * 4 and set(grouped[0].tolist()) != set(range(10))
 
 
-@pytest.mark.parametrize("how", [{}, {"groups": 4}, {"upload": 0.5}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"upload_groups": 4}, {"upload_share": 0.5}], ids=str)
 def test_blur_is_noise_of_that_size_on_what_is_sent(how):
     y = torch.arange(400) % 4
     _, plain, labels, made = sent_of(TextServer(**how), y, dim=200)
-    _, sent, same_labels, same_made = sent_of(TextServer(**how, blur=0.3), y, dim=200)
+    _, sent, same_labels, same_made = sent_of(TextServer(**how, upload_noise=0.3), y, dim=200)
     assert torch.equal(labels, same_labels) and all(map(torch.equal, made, same_made))
     noise = sent - plain
     assert abs(float(noise.std()) - 0.3) < 0.02 and abs(float(noise.mean())) < 0.02
     for other, alike in (({"client": 5}, 0.0), ({"round": 4}, 1.0)):  # fresh noise each round could be averaged away
-        _, elsewhere, *_ = sent_of(TextServer(**how, blur=0.3), y, dim=200, **other)
+        _, elsewhere, *_ = sent_of(TextServer(**how, upload_noise=0.3), y, dim=200, **other)
         there = elsewhere - sent_of(TextServer(**how), y, dim=200, **other)[1]
         assert float((there * noise).mean()) / 0.09 == pytest.approx(alike, abs=0.1)
 
 
-@pytest.mark.parametrize("how", [{}, {"upload": 0.4}, {"groups": 2}, {"upload": 0.4, "blur": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"upload_share": 0.4}, {"upload_groups": 2}, {"upload_share": 0.4, "upload_noise": 0.1}], ids=str
+)
 @pytest.mark.parametrize("chunk", [1, 6])
 def test_what_arrives_at_the_server(double, how, chunk):
     """Each client's own embeddings and labels without the padding between clients, and every byte counted."""
@@ -725,10 +734,10 @@ def test_what_arrives_at_the_server(double, how, chunk):
 
 
 def test_what_cannot_be_is_refused_in_words(double):
-    for wrong in ({"upload": 0.0}, {"upload": 1.5}, {"groups": -1}, {"blur": -0.1}):
+    for wrong in ({"upload_share": 0.0}, {"upload_share": 1.5}, {"upload_groups": -1}, {"upload_noise": -0.1}):
         with pytest.raises(FedvlmError, match=next(iter(wrong))):
             TextServer(**wrong)
-    for wrong in ({"calm": -1.0}, {"calm_rounds": 0}):
+    for wrong in ({"tolerance": -1.0}, {"patience": 0}):
         for merge in (Stages, TextServer):
             with pytest.raises(FedvlmError, match=next(iter(wrong))):
                 merge(**wrong)

@@ -74,8 +74,8 @@ def test_without_noise_and_exploration_it_is_plain_training(double):
     """With everything evened out, the robust step is a step on the mean loss."""
     _, data = example("outsiders")
     plain = play(focoop(Sgd(**RULES)), data, 6, rounds=1).state.shared
-    even = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=1e9)), data, 6, rounds=1).state.shared
-    hard = play(focoop(Bdro(**RULES, explore=0, sigma=0.0, evenness=0.1)), data, 6, rounds=1).state.shared
+    even = play(focoop(Bdro(**RULES, ascent_steps=0, sigma=0.0, temperature=1e9)), data, 6, rounds=1).state.shared
+    hard = play(focoop(Bdro(**RULES, ascent_steps=0, sigma=0.0, temperature=0.1)), data, 6, rounds=1).state.shared
     torch.testing.assert_close(plain["context"], even["context"], rtol=1e-5, atol=1e-7)
     assert not torch.allclose(plain["context"], hard["context"], rtol=1e-3, atol=1e-6)
 
@@ -87,11 +87,11 @@ def test_exploration_goes_where_the_loss_is_higher(double):
     batch = next(data.batches(8))
 
     def found(**change) -> float:
-        rule = Bdro(hold=1e-3, hold_outsiders=1.0, evenness=1e9, ascent=0.001, sigma=0.01, **change)
+        rule = Bdro(penalty=1e-3, outsider_penalty=1.0, temperature=1e9, ascent_rate=0.001, sigma=0.01, **change)
         start = noise({k: params[k] for k in ("context", "outsiders")}, data, rule.sigma)
         return float(rule.robust_gradients(model, start)(params, batch)[0][0])
 
-    assert found(explore=5) > found(explore=1) > found(explore=0)
+    assert found(ascent_steps=5) > found(ascent_steps=1) > found(ascent_steps=0)
 
 
 def test_a_robust_step_by_hand(double):
@@ -99,7 +99,7 @@ def test_a_robust_step_by_hand(double):
     task, data = example("outsiders")
     model, data = Model(PROMPTS, task), replace(data, bounds=data.bounds[:1], ids=data.ids[:1])
     params, batch = copy_per_client(PROMPTS.init(task, 1), 1), next(data.batches(4))
-    rule = Bdro(ascent=0.2, hold=0.5, hold_outsiders=0.7, evenness=0.3, sparse=0.01)
+    rule = Bdro(ascent_rate=0.2, penalty=0.5, outsider_penalty=0.7, temperature=0.3, l1=0.01)
     start = noise({k: params[k] for k in ("context", "outsiders")}, data, 0.05)
     value, slopes = rule.robust_gradients(model, start)(params, batch)
 
@@ -167,7 +167,7 @@ def planted(seed: int):
 @pytest.mark.parametrize("seed", range(5))
 def test_class_like_outsiders_are_found(double, seed):
     classes, away, like = planted(seed)
-    plan = transport_plan(classes, away, relax=0.1)
+    plan = transport_plan(classes, away, relaxation=0.1)
     torch.testing.assert_close(plan.sum(1), torch.full((20,), 1 / 20), rtol=0, atol=1e-12)
     found = set(plan.sum(0).sort(descending=True).indices[:30].tolist())
     assert len(found & like) >= 29
@@ -177,7 +177,7 @@ def test_the_server_drops_them_and_draws_classes_near(double):
     classes, away, like = planted(1)
     before = {"context": classes, "outsiders": away[:40]}
     replies = Replies(np.arange(3), {}, {"outsiders": away.view(3, 40, 2, 16)}, Gaps({}))
-    merge = Transport(seemly=0.25, steady=0.5)
+    merge = Transport(class_like=0.25, retain=0.5)
     after = merge.calibrated(before, replies, Cohort(None, np.arange(3), 1))  # type: ignore[arg-type]
     kept = [int((away == row).flatten(1).all(1).nonzero()[0]) for row in after["outsiders"]]
     assert len(kept) == 40 and not set(kept) & like
@@ -201,7 +201,7 @@ def test_each_noun_keeps_its_least_class_like_version():
 
 
 @pytest.mark.parametrize(
-    "change", [{"seemly": 0.0}, {"seemly": 1.0}, {"steady": 0.0}, {"keep_nouns": True}, {"relax": 50.0}]
+    "change", [{"class_like": 0.0}, {"class_like": 1.0}, {"retain": 0.0}, {"keep_nouns": True}, {"relaxation": 50.0}]
 )
 def test_the_server_is_finite_whatever_it_is_told(double, change):
     _, data = example("outsiders")
@@ -232,8 +232,8 @@ def test_what_does_not_go_together_is_refused_in_words(double):
     for wrong in ({"fusion": 1.5}, {"count": 0}):
         with pytest.raises(FedvlmError, match=next(iter(wrong))):
             Outsiders(**wrong)
-    with pytest.raises(FedvlmError, match="evenness=0"):
-        Bdro(evenness=0.0)
+    with pytest.raises(FedvlmError, match="temperature=0"):
+        Bdro(temperature=0.0)
 
 
 def test_a_contrast_of_nothing_is_plain_training(double):
@@ -290,7 +290,7 @@ def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
     setup = resolve("focoop", given)
     run = train.train(setup, Pools().load(setup), tmp_path / "run")
     record = run.rounds()[-1]
-    assert {"acc", "auroc", "fpr95", "seemly_mass"} <= record.keys() and record["acc"] == record["P"]
+    assert {"acc", "auroc", "fpr95", "class_like_mass"} <= record.keys() and record["acc"] == record["P"]
     assert record["detection"]["newcomer"]["auroc"] <= 1 and run.record.data.nouns
     picture = next((images / "noto" / "bird").iterdir())
     assert len(export(run, tmp_path / "out")) >= 3

@@ -192,13 +192,15 @@ def test_gl_mcm_adds_the_surest_patch(double):
 def test_one_global_prompt_is_promptfl(double):
     task, data = example("gallop")
     whole = trained(WORDS, task, replace(data, x=data.x[:, 0].double()))
-    alone = trained(Gallop(context=2, wholes=1, details=0, drop=0.9), task, data)  # the last prompt stays
+    alone = trained(Gallop(context=2, global_prompts=1, local_prompts=0, drop=0.9), task, data)  # the last prompt stays
     close({"context": alone["context"][0]}, whole)
 
 
 def test_local_prompts_read_their_own_number_of_patches(double):
     task, x, _ = seen("gallop")
-    adapter = Gallop(context=2, wholes=2, details=3, nearest=3)  # 3 and 6 patches, and 9, of which there are 6
+    adapter = Gallop(
+        context=2, global_prompts=2, local_prompts=3, patches=3
+    )  # 3 and 6 patches, and 9, of which there are 6
     params = with_client_axis(moved(adapter.init(task, 3)))
     found = adapter.logits(task, params, x)
     text = {
@@ -227,19 +229,19 @@ def batch_at(step, examples=50):
 
 
 def test_prompt_dropout_is_drawn_by_place():
-    adapter = Gallop(wholes=4, drop=0.75)
+    adapter = Gallop(global_prompts=4, drop=0.75)
     kept = adapter.prompt_weights(batch_at(3))
     assert torch.equal(kept.sum(1), torch.ones(50)) and torch.equal((kept > 0).sum(1), torch.ones(50, dtype=torch.long))
     assert torch.equal(kept, adapter.prompt_weights(batch_at(3)))
     assert not torch.equal(kept, adapter.prompt_weights(batch_at(4)))
     assert (kept.sum(0) > 4).all()  # everybody's turn comes
-    assert torch.equal(Gallop(wholes=4, drop=0.5).prompt_weights(batch_at(3)).unique(), torch.tensor([0, 0.5]))
-    assert torch.equal(Gallop(wholes=4, drop=0.0).prompt_weights(batch_at(3)), torch.full((50, 4), 0.25))
+    assert torch.equal(Gallop(global_prompts=4, drop=0.5).prompt_weights(batch_at(3)).unique(), torch.tensor([0, 0.5]))
+    assert torch.equal(Gallop(global_prompts=4, drop=0.0).prompt_weights(batch_at(3)), torch.full((50, 4), 0.25))
 
 
 def test_what_is_dropped_learns_nothing_and_losses_add_up(double):
     task, x, y = seen("gallop")
-    adapter = Gallop(context=2, wholes=3, details=2, nearest=2, drop=0.7)
+    adapter = Gallop(context=2, global_prompts=3, local_prompts=2, patches=2, drop=0.7)
     params = {k: v.requires_grad_() for k, v in with_client_axis(moved(adapter.init(task, 3))).items()}
     batch = Batch(x[:, :1], y[:, :1], torch.ones(1, 1), step=2)
     logits = adapter.train_logits(task, params, batch)
@@ -340,7 +342,9 @@ def test_recipes_learn_on_real_images(name, images, tmp_path):
         "shots": 2,
         "lr": 0.02,
     }
-    given |= {"fedgallop": {"wholes": 2, "details": 2}, "fedlapt": {"count": 5, "candidates": 40}}.get(name, {})
+    given |= {"fedgallop": {"global_prompts": 2, "local_prompts": 2}, "fedlapt": {"count": 5, "candidates": 40}}.get(
+        name, {}
+    )
     setup = resolve(name, given | {"domains": 2})
     pool = Pools().load(setup)
     run = train.train(setup, pool, tmp_path / "run")

@@ -13,6 +13,7 @@ import yaml
 
 from fedvlm import parts
 from fedvlm.errors import FedvlmError
+from fedvlm.keys import RENAMED
 from fedvlm.recipe import AXES, PAPERS, Layer, load, names, presets, published, published_data
 
 BEFORE = json.loads((Path(__file__).parent / "data" / "recipes_before.json").read_text(encoding="utf-8"))
@@ -38,7 +39,7 @@ def merged(layers: list[Layer]) -> dict[str, object]:
 
 def effective(kinds: dict[str, str], settings: dict[str, object]) -> dict[str, object]:
     """The parts, and every setting with the parts' defaults filled in. Other keys (rounds, backbone, …) are the run's."""
-    out: dict[str, object] = dict(settings) | kinds
+    out: dict[str, object] = {RENAMED.get(k, k): v for k, v in settings.items()} | kinds
     for axis, name in kinds.items():
         for f in fields(parts.find(axis, name)):
             default = f.default_factory() if f.default_factory is not MISSING else f.default

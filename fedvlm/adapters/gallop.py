@@ -31,18 +31,19 @@ from fedvlm.tasks import Objective
 
 @dataclass(frozen=True)
 class Gallop(Prompt):
-    wholes: int = 4  # n, global prompts
-    details: int = 4  # m, local prompts; 0: none
-    nearest: int = 5  # k, patches that the first local prompt is compared with; 2k for the second, and so on
+    global_prompts: int = 4  # n, global prompts
+    local_prompts: int = 4  # m, local prompts; 0: none
+    patches: int = 5  # k, patches that the first local prompt is compared with; 2k for the second, and so on
     drop: float = 0.75  # share of the global prompts that are dropped per image in training; 0: none
 
     view: ClassVar[str] = "patches"
     limits: ClassVar[Limits] = Limits(examples=512, clients=2, gpu=True)  # eight prompts per class
 
     def __post_init__(self) -> None:
-        if self.wholes < 1 or self.details < 0 or self.nearest < 1 or not 0 <= self.drop <= 1:
+        if self.global_prompts < 1 or self.local_prompts < 0 or self.patches < 1 or not 0 <= self.drop <= 1:
             raise FedvlmError(
-                f"wholes={self.wholes} and nearest={self.nearest} must be at least 1, details={self.details} at least 0, "
+                f"global_prompts={self.global_prompts} and patches={self.patches} must be at least 1, "
+                f"local_prompts={self.local_prompts} at least 0, "
                 f"drop={self.drop:g} between 0 and 1"
             )
 
@@ -51,9 +52,9 @@ class Gallop(Prompt):
             seeds = (key(seed, 59, i) if i else seed for i in range(first, first + count))
             return torch.stack([super(Gallop, self).init(task, s)["context"] for s in seeds])
 
-        params = {"context": contexts(0, self.wholes)}
-        if self.details:
-            params |= {"detail": contexts(self.wholes, self.details), "projection": torch.eye(task.dim)}
+        params = {"context": contexts(0, self.global_prompts)}
+        if self.local_prompts:
+            params |= {"detail": contexts(self.global_prompts, self.local_prompts), "projection": torch.eye(task.dim)}
         return params
 
     def prompts(self, task: Task, params: Params) -> Tensor:
@@ -78,12 +79,12 @@ class Gallop(Prompt):
 
     def similarities(self, params: Params, text: Tensor, x: Tensor) -> list[Tensor]:
         """Of the global prompts and, if any, of the local ones: [clients, examples, prompts, classes] each."""
-        x, global_text, local_text = x.to(text), text[:, : self.wholes], text[:, self.wholes :]
+        x, global_text, local_text = x.to(text), text[:, : self.global_prompts], text[:, self.global_prompts :]
         found = [torch.einsum("knd,kmcd->knmc", x[:, :, 0], global_text)]
-        if self.details:
+        if self.local_prompts:
             patches = F.normalize(linear(x[:, :, 1:].flatten(1, 2), params["projection"]), dim=-1)
             cosines = torch.einsum("knpd,kmcd->knmcp", patches.unflatten(1, (x.shape[1], x.shape[2] - 1)), local_text)
-            counts = [min(self.nearest * (m + 1), cosines.shape[-1]) for m in range(cosines.shape[2])]
+            counts = [min(self.patches * (m + 1), cosines.shape[-1]) for m in range(cosines.shape[2])]
             largest = cosines.topk(counts[-1]).values
             found.append(torch.stack([largest[:, :, m, :, :k].mean(-1) for m, k in enumerate(counts)], 2))
         return found
@@ -106,8 +107,10 @@ class Gallop(Prompt):
 
     def prompt_weights(self, batch: Batch) -> Tensor:
         """Prompt dropout: the weight of each global prompt per image, [examples, prompts]: 1/(prompts kept), or 0."""
-        ranks = torch.rand(batch.y.shape[1], self.wholes, generator=generator(61, batch.step)).argsort(1).argsort(1)
-        kept = max(1, self.wholes - int(self.drop * self.wholes))
+        ranks = (
+            torch.rand(batch.y.shape[1], self.global_prompts, generator=generator(61, batch.step)).argsort(1).argsort(1)
+        )
+        kept = max(1, self.global_prompts - int(self.drop * self.global_prompts))
         return (ranks < kept) / kept
 
     def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:

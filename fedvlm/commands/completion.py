@@ -49,7 +49,7 @@ def candidates(before: list[str], current: str) -> list[str]:
     verb, given = before[0], dict(w.split("=", 1) for w in before[1:] if "=" in w)
     if verb not in COMMANDS:
         return []
-    flags = [a.name for a in COMMANDS[verb].arguments if a.name.startswith("--")] if current.startswith("-") else []
+    flags = [a.name for a in COMMANDS[verb].arguments if a.name.startswith("--")] + ["--debug", "--help"]
     choices = [c for a in COMMANDS[verb].arguments if not a.name.startswith("--") for c in a.options.get("choices", ())]
     named = [w for w in before[1:] if "=" not in w and not w.startswith("-")]
     if "=" in current:
@@ -60,7 +60,7 @@ def candidates(before: list[str], current: str) -> list[str]:
     known = [f"{k.name}=" for k in keys(named, given)] + ["on=", "adapter=", "local=", "merge="] if takes_keys else []
     unused = [k for k in known if k[:-1] not in given]
     folders = [str(p.parent) for p in runs_home().glob("*/run.json")] if verb in TAKES_RUNS else []
-    return [*flags, *(choices if not named else []), *methods, *unused, *folders]
+    return [*(flags if current.startswith("-") else []), *(choices if not named else []), *methods, *unused, *folders]
 
 
 def keys(named: list[str], given: dict[str, str]) -> list[Key]:

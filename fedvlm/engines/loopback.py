@@ -91,9 +91,15 @@ class Loopback(Engine):
             if reply is None:
                 if not self.workers[i].alive:  # not an earlier process of this client
                     waiting.discard(i)
-            elif ticket_of(reply) == self.tickets:  # late answers to earlier requests are dropped
+                continue
+            ticket = ticket_of(reply)
+            if ticket == self.tickets:
                 replies[i] = reply
                 waiting.discard(i)
+            elif ticket is None:  # unreadable: nothing more can be expected of this process
+                self.workers[i].kill()
+                waiting.discard(i)
+            # any other ticket: a late answer to an earlier request, which is dropped
         for i in waiting:
             self.workers[i].kill()
         return {i: replies.get(i) for i in asked}
@@ -114,11 +120,12 @@ class Loopback(Engine):
             worker.stop()
 
 
-def ticket_of(frame: bytes) -> int:
+def ticket_of(frame: bytes) -> int | None:
+    """The request that a frame answers; None where the frame is unreadable."""
     try:
         return unpack(frame)[0].ticket
     except BadMessage:
-        return -1
+        return None
 
 
 def prepare(folder: Path, job: Job, i: int) -> None:

@@ -26,18 +26,18 @@ STRIDE = 7919  # noise is drawn once per round and client, and rolled by this mu
 
 @dataclass(frozen=True)
 class Bdro(Local):
-    explore: int = 1  # N, ascent steps to find the worst-case perturbation; 0: random noise only
-    ascent: float = 0.01  # learning rate of the ascent steps
+    ascent_steps: int = 1  # N, ascent steps to find the worst-case perturbation; 0: random noise only
+    ascent_rate: float = 0.01  # learning rate of the ascent steps
     sigma: float = 0.002  # σ of the noise that a perturbation starts from; a tenth of a context's initial σ
-    hold: float = 1.0  # τ₁, penalty on the squared size of a shared context's perturbation
-    hold_outsiders: float = 1.0  # τ₂, penalty on the squared size of an outsider context's perturbation
-    evenness: float = 1.0  # μ, weighting of examples: small values weigh only the hardest, large ones all equally
-    sparse: float = 0.0  # γ, L1 penalty on perturbations; 0: none
+    penalty: float = 1.0  # τ₁, penalty on the squared size of a shared context's perturbation
+    outsider_penalty: float = 1.0  # τ₂, penalty on the squared size of an outsider context's perturbation
+    temperature: float = 1.0  # μ, weighting of examples: small values weigh only the hardest, large ones all equally
+    l1: float = 0.0  # γ, L1 penalty on perturbations; 0: none
 
     def __post_init__(self) -> None:
-        if not (self.hold_outsiders > 0 and self.evenness > 0):
+        if not (self.outsider_penalty > 0 and self.temperature > 0):
             raise FedvlmError(
-                f"hold_outsiders={self.hold_outsiders:g} and evenness={self.evenness:g} must be above 0: "
+                f"outsider_penalty={self.outsider_penalty:g} and temperature={self.temperature:g} must be above 0: "
                 "losses are divided by both"
             )
 
@@ -49,29 +49,29 @@ class Bdro(Local):
     def robust_gradients(self, model: Model, start: Params) -> Gradients:
         """The gradient of the robust loss; perturbations start from `start`."""
         groups = [
-            ([k for k in start if k != "outsiders"], self.hold),
-            ([k for k in start if k == "outsiders"], self.hold_outsiders),
+            ([k for k in start if k != "outsiders"], self.penalty),
+            ([k for k in start if k == "outsiders"], self.outsider_penalty),
         ]
 
         def penalty(shift: Params, names: list[str], hold: float) -> Tensor | float:
             flat = [shift[k].flatten(1) for k in names]
-            return sum(hold * v.square().sum(1) + self.sparse * v.abs().sum(1) for v in flat)
+            return sum(hold * v.square().sum(1) + self.l1 * v.abs().sum(1) for v in flat)
 
         @torch.enable_grad()
         def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
             shift: Params = {}  # ε
             for names, hold in groups:
                 shift |= {k: start[k][: len(batch.y)].roll(batch.step * STRIDE, -1) for k in names}
-                for _ in range(self.explore if names else 0):
+                for _ in range(self.ascent_steps if names else 0):
                     shift |= {k: shift[k].detach().requires_grad_() for k in names}
                     perturbed = now | {k: now[k] + v for k, v in shift.items()}
                     gain = model.loss(self.objective, perturbed, batch) - penalty(shift, names, hold)
                     found = torch.autograd.grad(gain.sum(), [shift[k] for k in names])
-                    shift |= {k: (shift[k] + self.ascent * g).detach() for k, g in zip(names, found, strict=True)}
+                    shift |= {k: (shift[k] + self.ascent_rate * g).detach() for k, g in zip(names, found, strict=True)}
             leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
             losses = model.losses(leaves | {k: leaves[k] + v for k, v in shift.items()}, batch)
             penalties = sum(penalty(shift, names, hold) for names, hold in groups)
-            temperature = self.hold_outsiders * self.evenness  # τ₂μ
+            temperature = self.outsider_penalty * self.temperature  # τ₂μ
             value = temperature * (losses / temperature + batch.weight.log()).logsumexp(-1) - penalties
             return value.detach(), torch.autograd.grad(value.sum(), list(leaves.values()))
 

@@ -8,8 +8,8 @@ A = (r − mean)/(std + 1e-4) within the group of G, 0 where all rewards are equ
     − mean_ij ( min[ρA, clip(ρ, 1 − ε, 1 + ε) A] − β KL ),   ρ = π(a|x) / π_old(a|x, noise)
 
 KL to the reference is Eq. 9's estimate at the actions (kl=sampled; biased here, since actions are drawn from the noisy
-π_old) or the sum over classes (kl=exact). σ is absolute, as published; with relative=true it is the length of the noise
-as a share of the embedding's length (which is 24 on mini-clip, where an absolute 0.1 is a share of 0.07). Other
+π_old) or the sum over classes (kl=exact). σ is absolute, as published; with relative_noise=true it is the length of the
+noise as a share of the embedding's length (which is 24 on mini-clip, where an absolute 0.1 is a share of 0.07). Other
 algorithms (D.4) replace the first term: dr-grpo has no std and sums over the batch; dapo has a higher upper clip;
 lite-ppo takes the std over the batch; gmpo takes, for each of the G draws, a geometric mean over the batch, here
 separately over examples with A > 0 and A < 0 (Eq. 15 as printed is 0 as soon as one A is 0).
@@ -50,18 +50,18 @@ class Sample(NamedTuple):
 class TwoStage(Local):
     actions: int = 3  # G, actions drawn per image in stage 2
     updates: int = 3  # steps per batch in stage 2
-    wander: float = 0.1  # σ of the noise on the embedding when actions are drawn; 0: none
-    relative: bool = False  # true: wander is the noise's length as a share of the embedding's; false: absolute
+    noise: float = 0.1  # σ of the noise on the embedding when actions are drawn; 0: none
+    relative_noise: bool = False  # true: wander is the noise's length as a share of the embedding's; false: absolute
     clip: float = 0.2  # ε, the ratio ρ is clipped to 1 − ε … 1 + ε
     clip_high: float = 0.28  # ε of the upper bound, for dapo and gmpo
-    tie: float = 0.5  # β, weight of the KL to the reference model; 0: none
+    kl_weight: float = 0.5  # β, weight of the KL to the reference model; 0: none
     kl: Literal["sampled", "exact"] = "sampled"  # the KL is estimated at the actions (Eq. 9), or summed over classes
     algorithm: Literal["grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo"] = "grpo"  # the objective of stage 2 (D.4)
 
     def __post_init__(self) -> None:
-        if self.actions < 1 or self.updates < 1 or self.wander < 0:
+        if self.actions < 1 or self.updates < 1 or self.noise < 0:
             raise FedvlmError(
-                f"actions={self.actions} and updates={self.updates} must be at least 1, wander={self.wander:g} not negative"
+                f"actions={self.actions} and updates={self.updates} must be at least 1, noise={self.noise:g} not negative"
             )
 
     def incompatible(self, adapter: Adapter) -> str:
@@ -109,8 +109,8 @@ class TwoStage(Local):
         embedding = adapter.embed(task, old, batch.x)
         noise, uniform = random_numbers(batch, data, self.actions, embedding.shape[-1], embedding)
         length = embedding.norm(dim=-1, keepdim=True)[:, None]
-        size = length / embedding.shape[-1] ** 0.5 if self.relative else 1.0
-        noisy = F.normalize(embedding[:, None] + self.wander * size * noise, dim=-1)
+        size = length / embedding.shape[-1] ** 0.5 if self.relative_noise else 1.0
+        noisy = F.normalize(embedding[:, None] + self.noise * size * noise, dim=-1)
         log_p = (task.scale * noisy @ class_vectors(adapter, task, old)[:, None].mT).log_softmax(-1)
         below = log_p.exp().cumsum(-1) <= uniform[..., None]  # the inverse of the cumulative distribution
         actions = below.sum(-1).clamp(max=log_p.shape[-1] - 1)
@@ -143,7 +143,7 @@ class TwoStage(Local):
         gain = torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
         share = batch.weight[:, None] / gain.shape[1]
         mean = signed_geometric_mean(gain, share) if self.algorithm == "gmpo" else (gain * share).sum((1, 2))
-        loss = self.tie * (self.kl_divergence(policy, log_p, sample) * share).sum((1, 2)) - mean
+        loss = self.kl_weight * (self.kl_divergence(policy, log_p, sample) * share).sum((1, 2)) - mean
         if self.algorithm == "dr-grpo":
             loss = loss * (batch.weight > 0).sum(-1)
         return loss, ((ratio != clipped) * share).sum((1, 2)).detach()

@@ -15,12 +15,12 @@ from fedvlm.merge.ga import Ga, normalised
 
 @dataclass(frozen=True)
 class Afl(Ga):
-    pace: float = 0.1  # γ, learning rate of the clients' weights
+    weight_lr: float = 0.1  # γ, learning rate of the clients' weights
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)
         weight = normalised(state.server["weight"][torch.from_numpy(replies.ids)])
-        weight = project_to_simplex(weight + self.pace * replies.values["before"].double())
+        weight = project_to_simplex(weight + self.weight_lr * replies.values["before"].double())
         return self.finish_weighted(state, cohort, replies, weight)
 
 

@@ -19,7 +19,7 @@ from fedvlm.merge.base import Merge, require_gaps
 class Qffl(Merge):
     gaps: bool = True  # always true: F_i is the loss `before` that comes with the gaps
     q: float = 1.0  # exponent of the loss; 0: FedAvg with uniform weights, larger: fairer
-    reach: float = 0.1  # η, the paper's 1/L: about the distance that a client's model moves in a round
+    step_size: float = 0.1  # η, the paper's 1/L: about the distance that a client's model moves in a round
 
     def __post_init__(self) -> None:
         require_gaps(self)
@@ -28,11 +28,11 @@ class Qffl(Merge):
         replies = self.gather(state, cohort)
         loss = replies.values["before"].double().clamp(min=1e-10)
         sent = with_client_axis(state.shared)
-        delta = {k: (sent[k] - v).double() / self.reach for k, v in replies.shared.items()}
+        delta = {k: (sent[k] - v).double() / self.step_size for k, v in replies.shared.items()}
         none = torch.zeros(len(replies.ids), dtype=torch.float64)
         length = sum((v.flatten(1).square().sum(1) for v in delta.values()), none)
         weight = loss**self.q
-        total = (self.q * loss ** (self.q - 1) * length + weight / self.reach).sum()
+        total = (self.q * loss ** (self.q - 1) * length + weight / self.step_size).sum()
         step = {k: torch.tensordot(weight, v, dims=1) / total for k, v in delta.items()}
         shared = {k: (v - step[k]).to(v.dtype) for k, v in state.shared.items()}
         return self.finish(state, cohort, replies, shared, weight / weight.sum(), replies.mean_loss())

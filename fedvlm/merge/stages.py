@@ -1,6 +1,6 @@
 """FedDTL's schedule (2026, §3.3 and D.3): supervised training until the accuracy no longer changes, then reinforcement.
 
-The first stage ends when the clients' mean training accuracy has changed by less than `calm` in each of `calm_rounds`
+The first stage ends when the clients' mean training accuracy has changed by less than `tolerance` in each of `patience`
 rounds in a row (the first round has nothing to compare with and never counts). From then on a reference model is sent
 beside the mean model: ½ (the model at the switch + the latest), or one of the two. local=two_stage changes its training
 in the second stage; other rules ignore the stage.
@@ -31,14 +31,14 @@ RECORDED = ("accuracy", "clipped", "flat")  # values of the replies that are rec
 @dataclass(frozen=True)
 class Stages(Mean):
     stage: Literal["both", "supervised", "reinforced"] = "both"  # both, or (ablations) only one of them
-    calm: float = 0.003  # ε_acc, the change of training accuracy below which a round counts as converged
-    calm_rounds: int = 2  # T_r, converged rounds in a row that end the first stage
+    tolerance: float = 0.003  # ε_acc, the change of training accuracy below which a round counts as converged
+    patience: int = 2  # T_r, converged rounds in a row that end the first stage
     reference: Literal["mix", "latest", "final"] = "mix"  # the latest model, the one at the switch, or their mean (mix)
 
     def __post_init__(self) -> None:
-        if self.calm < 0 or self.calm_rounds < 1:
+        if self.tolerance < 0 or self.patience < 1:
             raise FedvlmError(
-                f"calm={self.calm:g} must not be negative and calm_rounds={self.calm_rounds} at least 1; "
+                f"tolerance={self.tolerance:g} must not be negative and patience={self.patience} at least 1; "
                 "stage=supervised has no second stage, stage=reinforced no first one"
             )
 
@@ -63,7 +63,7 @@ class Stages(Mean):
     def train(self, state: State, cohort: Cohort, on_reply: OnReply | None = None) -> State:
         """One round: averages the replies and applies the schedule."""
         server = dict(state.server)
-        second = self.stage == "reinforced" or (self.stage == "both" and int(server["stage.calm"]) >= self.calm_rounds)
+        second = self.stage == "reinforced" or (self.stage == "both" and int(server["stage.calm"]) >= self.patience)
         if second and not any(k.startswith(FINAL) for k in server):
             server |= {FINAL + k: v.clone() for k, v in state.shared.items()}
         reference = {k: self.reference_value(v, server[FINAL + k]) for k, v in state.shared.items()} if second else {}
@@ -79,7 +79,9 @@ class Stages(Mean):
         averaged = self.average(state, cohort, state.message(stage, reference), on_reply=collect)
         accuracy = float(np.mean(found["accuracy"]))
         if not second:
-            converged = int(server["stage.rounds"]) > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.calm
+            converged = (
+                int(server["stage.rounds"]) > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.tolerance
+            )
             server["stage.calm"] = server["stage.calm"] + 1 if converged else torch.zeros_like(server["stage.calm"])
             server["stage.rounds"] = server["stage.rounds"] + 1
         server["stage.accuracy"] = torch.tensor(accuracy, dtype=torch.float64)

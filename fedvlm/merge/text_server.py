@@ -5,8 +5,8 @@ training images and the labels. With them the server trains low-rank changes of 
 and sends the class embeddings, which replace the frozen ones. A client needs no text tower.
 
 **Clients send embeddings of private images**: they contain less than the pixels, but enough to tell which images of a
-given set a client holds (`fedvlm attack` measures this). To send less (D.1): `upload` a share of them, `groups` means
-per class over shuffled groups in their place, `blur` noise on each.
+given set a client holds (`fedvlm attack` measures this). To send less (D.1): a share of them (`upload_share`), means over
+shuffled groups per class in their place (`upload_groups`), noise on each (`upload_noise`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,21 @@ class TextServer(Stages):
     text_lr: float = 1e-3  # learning rate of the text tower
     text_epochs: int = 2  # passes over the received embeddings per round
     text_batch: int = 64  # embeddings per step of the text tower
-    upload: float = 1.0  # share of a client's embeddings of each class that is sent; 1: all
-    groups: int = 0  # means per class that a client sends in place of the embeddings; 0: the embeddings themselves
-    blur: float = 0.0  # σ of the noise that is added to what a client sends; 0: none
+    upload_share: float = 1.0  # share of a client's embeddings of each class that is sent; 1: all
+    upload_groups: int = (
+        0  # means per class that a client sends in place of the embeddings; 0: the embeddings themselves
+    )
+    upload_noise: float = 0.0  # σ of the noise that is added to what a client sends; 0: none
 
     reveals: ClassVar[str] = "embeddings of private images, and their labels"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 < self.upload <= 1 and self.groups >= 0 and self.blur >= 0):
+        if not 0 < self.upload_share <= 1:
+            raise FedvlmError(f"upload_share={self.upload_share:g} must be above 0 and at most 1")
+        if self.upload_groups < 0 or self.upload_noise < 0:
             raise FedvlmError(
-                f"upload={self.upload:g} must be above 0 and at most 1, groups={self.groups}, blur={self.blur:g} 0 or more"
+                f"upload_groups={self.upload_groups} and upload_noise={self.upload_noise:g} must not be negative"
             )
 
     @property
@@ -86,26 +90,26 @@ class TextServer(Stages):
         return values, {"embeddings": lengths, "labels": lengths}
 
     def embeddings_to_send(self, z: Tensor, y: Tensor, data: Data, client: int) -> tuple[Tensor, Tensor]:
-        """What one client sends of its embeddings z [n, dim] with labels y [n], after `upload`, `groups` and `blur`."""
+        """What one client sends of its embeddings z [n, dim] with labels y [n], after the three protections."""
         sources = self.source_rows(y.cpu(), data, client)  # on the CPU: thousands of tiny operations
         first = torch.tensor([int(rows[0]) for rows in sources], dtype=torch.int64)
-        sent = torch.stack([z[rows].mean(0) for rows in sources]) if self.groups and sources else z[first]
-        if self.blur:
+        sent = torch.stack([z[rows].mean(0) for rows in sources]) if self.upload_groups and sources else z[first]
+        if self.upload_noise:
             noise = torch.randn(sent.shape, generator=generator(data.seed, 73, client))
-            sent = sent + self.blur * noise.to(sent)
+            sent = sent + self.upload_noise * noise.to(sent)
         return sent, y[first]
 
     def source_rows(self, y: Tensor, data: Data, client: int) -> list[Tensor]:
-        """For each embedding that is sent, the rows it is the mean of: a single one without `groups`."""
-        if self.upload == 1 and not self.groups:
+        """For each embedding that is sent, the rows it is the mean of: a single one without `upload_groups`."""
+        if self.upload_share == 1 and not self.upload_groups:
             return list(torch.arange(len(y))[:, None])
         order = torch.randperm(len(y), generator=generator(data.seed, 71, client))
         sources: list[Tensor] = []
         for label in y.unique():
             rows = order[y[order] == label]
             # 0.28 × 25 is 7.000000000000001 in floating point and must give 7
-            rows = rows[: max(1, math.ceil(self.upload * len(rows) - 1e-9))]
-            sources += rows.tensor_split(min(self.groups or len(rows), len(rows)))
+            rows = rows[: max(1, math.ceil(self.upload_share * len(rows) - 1e-9))]
+            sources += rows.tensor_split(min(self.upload_groups or len(rows), len(rows)))
         return sources
 
     def incompatible(self, adapter: Adapter) -> str:

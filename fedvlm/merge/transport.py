@@ -2,7 +2,7 @@
 
 The classes' mean contexts and all K·U outsider contexts of the K clients are matched by semi-unbalanced transport
 (fedvlm/transport.py), cost = squared distance over its maximum: every class sends out its mass, and an outsider context
-near classes receives much. The share `seemly` of them with the most mass is class-like:
+near classes receives much. The share `class_like` of them with the most mass is class-like:
 t^g ← α t^g + (1 − α) · their barycentre, with the rows of the plan normalised (taken literally, Eq. 10 shrinks contexts
 to a few percent). The U with the least mass are the next outsider contexts (Eq. 11 lacks the minus sign), by default,
 as in the paper, among all K·U; keep_nouns=true chooses for each noun among its K versions. α, τ and how many are
@@ -25,30 +25,31 @@ from fedvlm.merge.classwise import Classwise
 
 @dataclass(frozen=True)
 class Transport(Classwise):
-    steady: float = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
-    relax: float = 0.1  # τ, penalty on unequal masses of outsiders, as a share of the largest cost
-    seemly: float = 0.1  # share of all outsider contexts that count as class-like; 0: none
+    retain: float = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
+    relaxation: float = 0.1  # τ, penalty on unequal masses of outsiders, as a share of the largest cost
+    class_like: float = 0.1  # share of all outsider contexts that count as class-like; 0: none
     keep_nouns: bool = False  # true: keep the least class-like version of each noun; false: the least class-like of all
 
     requires_parameters: ClassVar[tuple[str, ...]] = ("context", "outsiders")
 
     def __post_init__(self) -> None:
-        if not (0 <= self.steady <= 1 and 0 <= self.seemly <= 1 and self.relax > 0):
+        if not (0 <= self.retain <= 1 and 0 <= self.class_like <= 1 and self.relaxation > 0):
             raise FedvlmError(
-                f"steady={self.steady:g} and seemly={self.seemly:g} must be between 0 and 1, relax={self.relax:g} above 0"
+                f"retain={self.retain:g} and class_like={self.class_like:g} must be between 0 and 1, "
+                f"relaxation={self.relaxation:g} above 0"
             )
 
     def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
         classes, sets = shared["context"], replies.shared["outsiders"]
         count, flat = sets.shape[1], sets.flatten(0, 1)
-        plan = transport_plan(classes, flat, self.relax)
+        plan = transport_plan(classes, flat, self.relaxation)
         mass = plan.sum(0)
-        number = max(1, round(self.seemly * len(flat))) if self.seemly else 0
+        number = max(1, round(self.class_like * len(flat))) if self.class_like else 0
         class_like = mass.sort(descending=True, stable=True).indices[:number]
-        context = drawn_to_barycentre(classes, flat, plan, class_like, self.steady)
+        context = drawn_to_barycentre(classes, flat, plan, class_like, self.retain)
         least = mass.sort(stable=True).indices[:count].sort().values
         kept = least_per_noun(mass.view(-1, count)) if self.keep_nouns else least
-        cohort.notes |= {"seemly_mass": float(mass.sort().values[len(flat) - number :].sum())}
+        cohort.notes |= {"class_like_mass": float(mass.sort().values[len(flat) - number :].sum())}
         return shared | {"context": context, "outsiders": flat[kept]}
 
 

@@ -49,17 +49,17 @@ Row = dict[str, Value]  # one row of the table: the run, the protection, utility
 class Protection(NamedTuple):
     """Settings of TextServer that reduce what is sent; the defaults protect nothing."""
 
-    upload: float = 1.0
-    groups: int = 0
-    blur: float = 0.0
+    upload_share: float = 1.0
+    upload_groups: int = 0
+    upload_noise: float = 0.0
 
 
 PROTECTIONS = (
     Protection(),
-    Protection(blur=0.1),
-    Protection(groups=4),
-    Protection(groups=8),
-    Protection(upload=0.2),
+    Protection(upload_noise=0.1),
+    Protection(upload_groups=4),
+    Protection(upload_groups=8),
+    Protection(upload_share=0.2),
 )
 UTILITY = (*MEASURES, *METRICS[:2])
 LEAKAGE = ("matched", "chance", "member", "classes", "labels")
