@@ -22,7 +22,7 @@ from fedvlm.folder import RunFolder
 from fedvlm.merge.text_server import TextServer
 from fedvlm.privacy.attack import Leak, attack, attack_client, embed, mean_leak, measure_leak, non_members, table
 
-SHORT = {"rounds": 4, "calm": 2.0, "calm_rounds": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
+SHORT = {"rounds": 4, "tolerance": 2.0, "patience": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
 SHORT |= {"projections": "q", "updates": 2, "epochs": 1, "batch": 16, "seed": 7, "engine": "serial"}
 SHORT |= {"protocol": "base-to-novel", "partition": "iid", "clients": 2}
 

@@ -51,7 +51,7 @@ class TwoStage(Local):
     actions: int = 3  # G, actions drawn per image in stage 2
     updates: int = 3  # steps per batch in stage 2
     noise: float = 0.1  # σ of the noise on the embedding when actions are drawn; 0: none
-    relative_noise: bool = False  # true: wander is the noise's length as a share of the embedding's; false: absolute
+    relative_noise: bool = False  # true: `noise` is its length as a share of the embedding's; false: absolute
     clip: float = 0.2  # ε, the ratio ρ is clipped to 1 − ε … 1 + ε
     clip_high: float = 0.28  # ε of the upper bound, for dapo and gmpo
     kl_weight: float = 0.5  # β, weight of the KL to the reference model; 0: none
