@@ -50,9 +50,9 @@ RULES = {"lr": 0.05, "batch": 4, "epochs": 2, "momentum": 0.5, "weight_decay": 0
 
 # Sizes of adapters by field name, used where a field's default is larger: the contract does not depend on size.
 SMALL = {
-    "bottleneck": 4, "context": 2, "count": 3, "depth": 2, "local_prompts": 2, "embed": 2, "hidden": 3,
-    "iterations": 10, "layers": 2,
-    "levels": 1, "patches": 2, "rank": 2, "size": 3, "tokens": 2, "global_prompts": 2, "width": 2,
+    "bottleneck": 4, "context": 2, "count": 3, "depth": 2, "embed": 2, "global_prompts": 2, "hidden": 3,
+    "iterations": 10, "layers": 2, "levels": 1, "local_prompts": 2, "patches": 2, "rank": 2, "size": 3, "tokens": 2,
+    "width": 2,
 }  # fmt: skip
 # Settings that make an adapter run more of its code than the default does.
 THOROUGH: dict[str, Any] = {"deep": True, "projections": ("q", "k", "v", "out")}
@@ -133,8 +133,8 @@ def _example(
         data = patched(random_data(task, sizes))
     elif view == "hidden":
         task, data = layered(task, sizes)
-    elif view == "pixels":  # 16 pixels: a residual network's last stage needs more than one for its batch norm
-        data = pixels(task, 8 if requires or masks else 16, sizes)
+    elif view == "pixels":  # of 10, a residual network's last stage has more than one left for its batch norm
+        data = pixels(task, 8 if requires or masks else 10, sizes)
     elif view == "text":
         data = characters(task, sizes)
     else:
@@ -348,7 +348,10 @@ def message(method: Method, clients: int = 6) -> Message:
 def close(a: Params, b: Params, tolerance: float = 1e-9) -> None:
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
+        one, other = a[name], b[name]
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        if not (alike and torch.allclose(one, other, rtol=tolerance, atol=tolerance)):  # a tenth of assert_close's time
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def same(a: Params, b: Params) -> None:

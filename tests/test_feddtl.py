@@ -217,7 +217,7 @@ def counts():
     return {"clipped": torch.zeros(1), "flat": torch.zeros(1)}
 
 
-@pytest.mark.parametrize("relative_noise", [False, True])
+@pytest.mark.parametrize("relative", [False, True])
 def test_actions_are_drawn_from_the_noisy_old_policy(double, relative):
     """z + σ·noise (times its length over √dim), normalised; the first class whose cumulated probability is above the die."""
     rule = TwoStage(noise=0.3, relative_noise=relative, actions=4)

@@ -53,13 +53,13 @@ class Transport(Classwise):
         return shared | {"context": context, "outsiders": flat[kept]}
 
 
-def transport_plan(classes: Tensor, outsiders: Tensor, relax: float) -> Tensor:
+def transport_plan(classes: Tensor, outsiders: Tensor, relaxation: float) -> Tensor:
     """The plan [classes, outsiders], every row's mass 1/C."""
     one, other = (v.flatten(1).double() for v in (classes, outsiders))
     cost = torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist").square()
     cost = cost / cost.max().clamp(min=torch.finfo(cost.dtype).tiny)
     rows, columns = (cost.new_full((n,), 1 / n) for n in cost.shape)
-    return transport.semi_unbalanced(cost, rows, columns, relax)
+    return transport.semi_unbalanced(cost, rows, columns, relaxation)
 
 
 def drawn_to_barycentre(classes: Tensor, outsiders: Tensor, plan: Tensor, class_like: Tensor, steady: float) -> Tensor:
