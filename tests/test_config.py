@@ -291,5 +291,5 @@ def test_a_value_out_of_range_names_its_file(tmp_path):
 def test_a_former_key_is_answered_with_its_name_today():
     with pytest.raises(FedvlmError, match="wander= is not a key here: it is now called noise="):
         resolve("feddtl", {"wander": 1})
-    with pytest.raises(FedvlmError, match="merge=mean has none, merge=(afl|ga|faa) has"):
+    with pytest.raises(FedvlmError, match=r"merge=mean has none, merge=(afl|ga|faa) has"):
         resolve("fedavg", {"step": 1})
