@@ -176,13 +176,10 @@ def ideas(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_in_one_file_works_everywhere(kind, ideas, images, tmp_path, monkeypatch, capsys):
-    words = ["fedavg", KINDS[kind], f"data={images}", "unseen=noto", "lr=0.05"]
-    assert main(["run", *words, "rounds=3", f"out={tmp_path / 'whole'}"]) == 0
-    assert main(["bench", *words, "rounds=2", "seeds=1,2", "jobs=2", f"out={tmp_path / 'bench'}"]) == 0
-    assert len(fedvlm.runs(tmp_path / "bench")) == 2
-
-    assert main(["run", *words, "rounds=3", f"out={tmp_path / 'cut'}"]) == 0
+def test_a_part_in_one_file_runs_resumes_predicts_and_is_exported(kind, ideas, images, tmp_path, monkeypatch):
+    words = ["fedavg", KINDS[kind], f"data={images}", "unseen=noto", "lr=0.05", "rounds=3"]
+    for name in ("whole", "cut"):
+        assert main(["run", *words, f"out={tmp_path / name}"]) == 0
     cut_after(RunFolder(tmp_path / "cut"), 2)
     for name in FILES:  # the run folder alone must do from here on
         (ideas / name).unlink()
@@ -194,13 +191,30 @@ def test_a_part_in_one_file_works_everywhere(kind, ideas, images, tmp_path, monk
     picture = next((images / "noto" / "bird").glob("*.png"))
     assert main(["predict", str(tmp_path / "whole"), str(picture), "--client", "twemoji"]) == 0
     assert main(["export", str(tmp_path / "whole"), "--client", "twemoji", "--out", str(tmp_path / "model")]) == 0
-    shutil.move(tmp_path / "model", tmp_path / "elsewhere")
     expected = fedvlm.Run(tmp_path / "whole").predict([picture], client="twemoji")
+    shutil.move(tmp_path / "model", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "whole")
+    assert fedvlm.load(tmp_path / "elsewhere").predict(picture) == expected
+
+
+def test_all_of_them_together_in_several_processes_and_elsewhere(ideas, images, tmp_path, monkeypatch):
+    """bench with two processes and two seeds, and an export that another process loads after the files are gone."""
+    words = ["fedavg", *KINDS.values(), f"data={images}", "unseen=noto", "lr=0.05", "rounds=2"]
+    assert main(["bench", *words, "seeds=1,2", "jobs=2", f"out={tmp_path / 'bench'}"]) == 0
+    assert len(fedvlm.runs(tmp_path / "bench")) == 2
+    first = fedvlm.runs(tmp_path / "bench")[0]
+    assert first.rounds[-1]["metrics"].keys() == {"calibration", "average_precision"}
+    for name in FILES:
+        (ideas / name).unlink()
+    monkeypatch.chdir(tmp_path)
+    picture = next((images / "noto" / "bird").glob("*.png"))
+    expected = first.predict([picture], client="twemoji")
+    first.export(tmp_path / "elsewhere", client="twemoji")
+    shutil.rmtree(tmp_path / "bench")
     code = "import fedvlm, sys; print(fedvlm.load(sys.argv[1]).predict(sys.argv[2]))"
     call = [sys.executable, "-c", code, str(tmp_path / "elsewhere"), str(picture)]
-    told = subprocess.run(call, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
-    assert told.strip() == str(expected)
+    printed = subprocess.run(call, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert printed.strip() == str(expected)
 
 
 def cut_after(run: RunFolder, round: int) -> None:
