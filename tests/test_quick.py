@@ -76,7 +76,14 @@ def test_a_command_that_trains_nothing_answers_at_once(words, code, says, known)
     for _ in range(ATTEMPTS - 1):
         if best.seconds > LIMIT:
             best = min(best, ran(*words), key=lambda r: r.seconds)
-    assert best.seconds <= LIMIT
+    assert best.seconds <= LIMIT or best.seconds <= 2.5 * library_seconds()  # a slow machine is no fault of the command
+
+
+def library_seconds() -> float:
+    """CPU time of starting Python and importing the libraries that any such command needs: 0.1 s where 0.3 s is easy."""
+    code = "import time, argparse, dataclasses, json, yaml, rich.console, rich.table; print(time.process_time())"
+    runs = (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3))
+    return min(float(run.stdout) for run in runs)
 
 
 def test_a_command_that_trains_does_load_them():
