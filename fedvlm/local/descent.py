@@ -128,55 +128,37 @@ class Optimiser:
             value.sub_(gradient, alpha=rate)
 
     def _adam(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
-        settings = self.settings
         if not values:
             return
-        update = adam if FUSED is None else fused_adam
-        update(values, [g.contiguous() for g in gradients], slots[0], slots[1], self.steps, rate, settings)
+        whole = [g.contiguous() for g in gradients]
+        if FUSED is None:
+            self._adam_by_hand(values, whole, slots, rate)
+            return
+        settings, (beta1, beta2) = self.settings, self.settings.betas
+        kernel = FUSED[0] if settings.optimiser == "adam" else FUSED[1]
+        steps = [torch.tensor(float(self.steps), device=values[0].device)] * len(values)
+        kernel(
+            values, whole, *slots, [], steps, lr=rate, beta1=beta1, beta2=beta2, weight_decay=settings.weight_decay,
+            eps=settings.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def _adam_by_hand(
+        self, values: list[Tensor], gradients: list[Tensor], slots: list[list[Tensor]], rate: float
+    ) -> None:
+        """The same with public operations, for a torch without the fused kernel."""
+        settings, (beta1, beta2) = self.settings, self.settings.betas
+        for value, gradient, mean, square in zip(values, gradients, *slots, strict=True):
+            if settings.optimiser == "adamw":
+                value.mul_(1 - rate * settings.weight_decay)
+            elif settings.weight_decay:
+                gradient = gradient + settings.weight_decay * value
+            mean.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            deviation = (square / (1 - beta2**self.steps)).sqrt_().add_(settings.eps)
+            value.addcdiv_(mean, deviation, value=-rate / (1 - beta1**self.steps))
 
 
 Kernel = Callable[..., None]
 _kernels = tuple(k for name in ("_fused_adam_", "_fused_adamw_") if (k := getattr(torch, name, None)) is not None)
-# private to torch; takes a third of the time of separate passes (benchmarks/steps.py). None: `adam` is used instead
+# private to torch; takes a third of the time of separate passes (benchmarks/steps.py). None: public operations instead
 FUSED: tuple[Kernel, ...] | None = _kernels if len(_kernels) == 2 else None
-
-
-def fused_adam(
-    values: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    step: int,
-    rate: float,
-    settings: OptimiserSettings,
-) -> None:
-    """One step of Adam or AdamW with torch's fused kernel."""
-    assert FUSED is not None
-    kernel = FUSED[0] if settings.optimiser == "adam" else FUSED[1]
-    steps = [torch.tensor(float(step), device=values[0].device)] * len(values)
-    kernel(
-        values, gradients, means, squares, [], steps, lr=rate, beta1=settings.betas[0], beta2=settings.betas[1],
-        weight_decay=settings.weight_decay, eps=settings.eps, amsgrad=False, maximize=False,
-    )  # fmt: skip
-
-
-def adam(
-    values: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    step: int,
-    rate: float,
-    settings: OptimiserSettings,
-) -> None:
-    """The same with public operations, for a torch without the fused kernel."""
-    beta1, beta2 = settings.betas
-    for value, gradient, mean, square in zip(values, gradients, means, squares, strict=True):
-        if settings.optimiser == "adamw":
-            value.mul_(1 - rate * settings.weight_decay)
-        elif settings.weight_decay:
-            gradient = gradient + settings.weight_decay * value
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        deviation = (square / (1 - beta2**step)).sqrt_().add_(settings.eps)
-        value.addcdiv_(mean, deviation, value=-rate / (1 - beta1**step))

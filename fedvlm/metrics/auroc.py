@@ -9,20 +9,23 @@ from torch import Tensor
 
 from fedvlm.local.model import Model
 from fedvlm.metrics.base import ClientView, PerClient
-from fedvlm.metrics.detection import SCORES, auroc
+from fedvlm.metrics.detection import SCORES, Scores, auroc
 
 
 @dataclass(frozen=True)
 class Auroc(PerClient):
-    lower_is_better: ClassVar[bool] = False
     extra: ClassVar[str] = "outsiders"
 
     def shape(self, model: Model) -> tuple[int, ...]:
         return (len(SCORES),)
 
+    def measure(self, inside: Scores, outside: Scores) -> float | None:
+        """Of the scores of test images and of outsiders; None where there are none."""
+        return auroc(inside, outside)
+
     def client(self, view: ClientView) -> Tensor:
         inside, outside = view.detection_scores("test"), view.detection_scores("outsiders")
-        values = [auroc(inside[score], outside[score]) for score in SCORES]
+        values = [self.measure(inside[score], outside[score]) for score in SCORES]
         return torch.tensor([-1.0 if v is None else v for v in values], dtype=torch.get_default_dtype())
 
     def result(self, statistic: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -6,28 +6,13 @@ The share of outsiders accepted by the threshold that accepts 95 % of a client's
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from fedvlm.local.model import Model
-from fedvlm.metrics.base import ClientView, PerClient
-from fedvlm.metrics.detection import SCORES, fpr_at
+from fedvlm.metrics.auroc import Auroc
+from fedvlm.metrics.detection import Scores, fpr_at
 
 
 @dataclass(frozen=True)
-class Fpr95(PerClient):
+class Fpr95(Auroc):
     lower_is_better: ClassVar[bool] = True
-    extra: ClassVar[str] = "outsiders"
 
-    def shape(self, model: Model) -> tuple[int, ...]:
-        return (len(SCORES),)
-
-    def client(self, view: ClientView) -> Tensor:
-        inside, outside = view.detection_scores("test"), view.detection_scores("outsiders")
-        values = [fpr_at(inside[score], outside[score]) for score in SCORES]
-        return torch.tensor([-1.0 if v is None else v for v in values], dtype=torch.get_default_dtype())
-
-    def result(self, statistic: np.ndarray, count: np.ndarray) -> np.ndarray:
-        """By the first score, MCM; −1 marks a client without test images."""
-        return np.where(statistic[..., 0] < 0, np.nan, statistic[..., 0])
+    def measure(self, inside: Scores, outside: Scores) -> float | None:
+        return fpr_at(inside, outside)
