@@ -9,12 +9,12 @@ from __future__ import annotations
 import fnmatch
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-from fedvlm import catalogue, recipe
+from fedvlm import catalogue, recipe, trust
 from fedvlm.config import Setup, resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import Key
@@ -39,7 +39,7 @@ def run(method: str, **keys: object) -> Run:
     """Runs one method and returns the finished run; a run that is already there is recognised, not repeated.
 
     `method` is a name of `fedvlm.methods()` or a recipe file. Several runs (seeds=, leave-one-domain-out): use `bench`."""
-    setup = resolve(method, prepared(keys))
+    setup = chosen(method, prepared(keys))
     pools = new_pools()
     jobs = plan([setup], pools)
     if len(jobs) != 1:
@@ -61,10 +61,17 @@ def bench_setups(methods: Sequence[str], keys: dict[str, object], pools: Pools) 
     given = {"seeds": SEEDS} | prepared(keys)
     if "seed" in given:
         given["seeds"] = given.pop("seed")
-    setups = [resolve(m, given) for m in methods]
+    setups = [chosen(m, given) for m in methods]
     if "protocol" not in given and "unseen" not in given and len(encode(setups[0], pools).source.domains) >= 3:
         setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
     return setups
+
+
+def chosen(method: str, given: Mapping[str, object]) -> Setup:
+    """What the user asks for. Later uses of the run need no word of trust."""
+    setup = resolve(method, given)
+    trust.remember(setup)
+    return setup
 
 
 def methods(pattern: str = "*") -> list[str]:
@@ -87,27 +94,34 @@ def describe(method: str, **keys: object) -> Description:
     return Description(setup, rows)
 
 
-def runs(*paths: str | Path) -> Runs:
-    """The runs in or below these folders."""
+def runs(*paths: str | Path, trust: bool = False) -> Runs:
+    """The runs in or below these folders; `trust`: see `Run`."""
     from fedvlm.folder import find
 
-    return Runs([Run(found) for found in find([str(p) for p in paths] or [str(runs_home())])])
+    return Runs([Run(found, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
 
 
-def load(folder: str | Path, backbone: object = None) -> Predictor:
-    """What `fedvlm export` wrote, ready to predict; `backbone` replaces the recorded one (the weights must be the same)."""
+def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Predictor:
+    """What `fedvlm export` wrote, ready to predict; `backbone` replaces the recorded one (the weights must be the same).
+
+    A folder from others runs no code, contacts nobody and reads nothing else, unless `trust` is true; the error says what
+    it would do."""
     from fedvlm import predictor
 
-    return predictor.load(folder, encoder(backbone))
+    return predictor.load(folder, encoder(backbone), trust)
 
 
 class Run:
-    """A run folder as an object."""
+    """A run folder as an object.
 
-    def __init__(self, folder: RunFolder | str | Path):
+    A run from others runs no code, contacts nobody and reads nothing outside its folder when it predicts, is exported or
+    goes on, unless `trust` is true; the error says what it would do. What you ran on this machine needs no trust."""
+
+    def __init__(self, folder: RunFolder | str | Path, trust: bool = False):
         from fedvlm.folder import RunFolder
 
         self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
+        self.trusted = trust
 
     @property
     def folder(self) -> Path:
@@ -136,7 +150,7 @@ class Run:
         """The shared model or, with `client`, that client's own, ready to predict."""
         from fedvlm.predictor import from_run
 
-        return from_run(self.files, client, encoder(backbone))
+        return from_run(self.files, client, encoder(backbone), self.trusted)
 
     def predict(self, images: Picture | Sequence[Picture], client: str = "") -> list[tuple[str, float]]:
         """(class, probability) for each image or path."""
@@ -160,7 +174,7 @@ class Run:
         """A folder to deploy from; returns the names of its files."""
         from fedvlm.predictor import export
 
-        return export(self.files, Path(folder), client, encoder(backbone))
+        return export(self.files, Path(folder), client, encoder(backbone), self.trusted)
 
     def resume(self) -> Run:
         """Goes on where the run stopped."""
@@ -316,8 +330,9 @@ def encoder(backbone: object) -> Backbone | None:
         return None
     from fedvlm import backbones
 
-    name = prepared({"backbone": backbone})["backbone"]
-    return backbones.load(str(name))
+    name = str(prepared({"backbone": backbone})["backbone"])
+    trust.remember_backbone(name)
+    return backbones.load(name)
 
 
 def new_pools() -> Pools:
@@ -394,10 +409,24 @@ def resume(found: Sequence[Run]) -> Runs:
     pools = new_pools()
     waiting = [r for r in found if not r.done]
     for one in waiting:
-        setup, saved = one.files.setup(), one.files.load()
+        setup, saved = one.files.setup(one.trusted), one.files.load()
         console.note(f"{one.folder.name}: from round {saved[1] + 1 if saved else 0}")
-        encode(setup, pools)
+        check_same(one.files, setup, pools)
         execute([Job(setup, one.folder)], 1, pools)
     if not waiting:
         console.note("nothing to resume: finished")
     return Runs(found)
+
+
+def check_same(run: RunFolder, setup: Setup, pools: Pools) -> None:
+    """An error where the backbone or the data is no longer what a run was trained on; the backbone before it encodes."""
+    from fedvlm import backbones
+    from fedvlm.predictor import check_fingerprint
+
+    record = run.record
+    if record.backbone.name not in ("none", "embeddings"):  # of text and of given embeddings
+        check_fingerprint(backbones.load(setup.config.backbone), record.backbone.fingerprint, str(run.folder))
+    if encode(setup, pools).fingerprint != record.data.fingerprint:
+        raise FedvlmError(
+            f"{run.folder}: data={setup.config.data} is not what it was trained on; start a new run with it"
+        )

@@ -10,18 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fedvlm import parts, recipe
-from fedvlm.keys import Key, keys_of
+from fedvlm import files, parts, recipe
+from fedvlm.errors import FedvlmError
+from fedvlm.keys import Key, Range, keys_of
 from fedvlm.machine import cache_home
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "catalogue.json"
 SOURCES = (
     "config.py",
+    "keys.py",
     "adapters/*.py",
     "local/*.py",
     "merge/*.py",
@@ -61,7 +64,7 @@ class Catalogue(NamedTuple):
         digest, run, kinds, methods, presets = json.loads(text)
 
         def keys(given: list[list[object]]) -> list[Key]:
-            return [Key(*k)._replace(choices=tuple(k[4])) for k in given]  # type: ignore[arg-type]
+            return [Key(*k)._replace(choices=tuple(k[4]), range=Range(*k[6])) for k in given]  # type: ignore
 
         found = {
             kind: {name: PartInfo(keys(given), summary) for name, (given, summary) in known.items()}
@@ -81,20 +84,23 @@ def current_digest() -> str:
 @cache
 def load() -> Catalogue:
     digest = current_digest()
-    for path in (SHIPPED, cache_home() / f"catalogue-{digest}.json"):
-        try:
-            found = Catalogue.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, AttributeError, IndexError):  # damaged, or of another version
-            continue
-        if found.digest == digest:
-            return found
-    made = make(digest)
+    made = read(SHIPPED, digest)
+    with suppress(FedvlmError):  # no cache, or one that cannot be written: made anew each time
+        if made is None:
+            path = cache_home() / f"catalogue-{digest}.json"
+            made = read(path, digest)
+        if made is None:
+            made = make(digest)
+            files.write(path, made.to_json())
+    return made or make(digest)
+
+
+def read(path: Path, digest: str) -> Catalogue | None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(made.to_json(), encoding="utf-8")
-    except OSError:
-        pass  # a read-only cache: made anew next time
-    return made
+        found = Catalogue.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):  # damaged, or of another version
+        return None
+    return found if found.digest == digest else None
 
 
 def keys(kind: str, name: str) -> list[Key]:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict
 
 import fedvlm
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.names import printable
 
 
 class Options(TypedDict, total=False):
@@ -47,6 +48,14 @@ SELECT = Argument(
     "--select",
     {"choices": ("last", "selected"), "default": "last", "help": "the last round, or the one chosen on validation"},
 )
+TRUST = Argument(
+    "--trust",
+    {
+        "action": "store_true",
+        "help": "allow what a folder from others would do (run its code, contact a host, read paths); without it the "
+        "command says what that is, and does nothing",
+    },
+)
 DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
 COMMANDS = {
     "demo": Command("four methods on real images, from nothing, in about a minute", (PAIRS, CSV)),
@@ -59,13 +68,14 @@ COMMANDS = {
     "report": Command(
         "one static page from run folders", (RUNS, Argument("--out", {"default": "report.html", "metavar": "FILE"}))
     ),
-    "resume": Command("go on with runs that were stopped", (RUNS,)),
+    "resume": Command("go on with runs that were stopped", (RUNS, TRUST)),
     "predict": Command(
         "classify images with a run or an exported folder",
         (
             RUN,
             Argument("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"}),
             CLIENT,
+            TRUST,
             CSV,
             Argument(
                 "--masks", {"metavar": "FOLDER", "default": "", "help": "write predicted masks there (segmentation)"}
@@ -74,13 +84,14 @@ COMMANDS = {
     ),
     "export": Command(
         "a folder to deploy from",
-        (RUN, Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}), CLIENT),
+        (RUN, Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}), CLIENT, TRUST),
     ),
     "attack": Command(
         "what embeddings that clients sent reveal about their images",
         (
             RUNS,
             Argument("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"}),
+            TRUST,
             CSV,
         ),
     ),
@@ -135,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     except FedvlmError as error:
         if args.debug:
             raise
-        print(f"fedvlm: {error}", file=sys.stderr)
+        print(f"fedvlm: {shown(error)}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\nfedvlm: stopped; what was saved stands (`fedvlm resume`)", file=sys.stderr)
         return 130
@@ -145,8 +156,18 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        print(f"fedvlm: {type(error).__name__}: {error}\n(this is a defect; --debug shows where)", file=sys.stderr)
+        if isinstance(error, MemoryError) or "allocate" in str(error):  # torch's is a RuntimeError
+            print(f"fedvlm: the memory is full ({shown(error)}); choose smaller sizes, or jobs=1", file=sys.stderr)
+            return 1
+        name = type(error).__name__
+        print(f"fedvlm: {name}: {shown(error)}\n(this is a defect; --debug shows where)", file=sys.stderr)
     return 1
+
+
+def shown(error: Exception) -> str:
+    """Its lines without control characters; all but the first are indented, so that no name in them passes for a message
+    of ours."""
+    return "\n  ".join(printable(line.strip()) for line in str(error).splitlines()[:20])
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

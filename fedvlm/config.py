@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from fedvlm import catalogue, own, parts, recipe
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import RENAMED, Key, unknown
+from fedvlm.keys import RENAMED, Count, Key, NotNegative, PositiveShare, Range, Share, Whole, unknown
 from fedvlm.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 
 if TYPE_CHECKING:
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 COMMAND_LINE = "command line"
 RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
 OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody
-NOT_BINDING = ("out", "seeds", "jobs", "protocol", "timeout", "device")  # keys that do not change a run's numbers
+# keys that do not change a run's numbers
+NOT_BINDING = ("out", "seeds", "jobs", "protocol", "timeout", "grace", "device")
 
 Partition = Literal[
     "auto", "domain", "iid", "dirichlet", "disjoint", "pathological", "domain-iid", "domain-dirichlet", "pooled"
 ]
+Proportion = Annotated[float, Range(0, 1_000_000)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+WEEKS = 1_000_000  # seconds; some systems cannot wait for more than 49 days
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,11 @@ class Layout:
     """Which client holds what."""
 
     partition: Partition = "auto"  # auto: one client per domain where there are domains, else dirichlet
-    clients: int = 10  # how many (for domain-iid and domain-dirichlet: in each domain)
-    alpha: float = 0.5  # dirichlet: small is skewed
-    per_client: int = 0  # pathological: classes per client, overlapping; 0 deals each class to one client
-    shots: int = 0  # training images per class and client; 0 is all
-    split: tuple[float, ...] = (60, 20, 20)  # train, val, test
+    clients: Annotated[int, Range(1, 1_000_000)] = 10  # how many (for domain-iid and domain-dirichlet: in each domain)
+    alpha: Annotated[float, Range(1e-9)] = 0.5  # dirichlet: small is skewed
+    per_client: Whole = 0  # pathological: classes per client, overlapping; 0 deals each class to one client
+    shots: Whole = 0  # training images per class and client; 0 is all
+    split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test
     unseen: tuple[str, ...] = ()  # domains (or clients) that nobody trains on
 
 
@@ -54,27 +58,29 @@ class Config(Layout):
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
     template: str = "a photo of a {}"  # the phrase that is made of a class name
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stay on one side of a split
-    domains: int = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
-    stride: int = 8  # text: characters from one example to the next
+    domains: Whole = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
+    stride: Count = 8  # text: characters from one example to the next
     outsiders: str = ""  # a folder of images of no class: records how well models detect them (auroc, fpr95)
-    corrupt: int = 0  # corrupted versions of each test image (of 75: 15 kinds × 5 severities); records cacc
+    corrupt: Annotated[int, Range(0, 75)] = 0  # corrupted copies per test image (15 kinds × 5 severities); records cacc
     metrics: tuple[str, ...] = ()  # further metrics to record: ece, macro_f1, or a file or module of your own
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
     protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = "one"
-    rounds: int = 50
-    participation: float = 1.0  # share of clients asked each round
-    dropout: float = 0.0  # rehearsal of failures: share of asked clients that do not answer
-    quorum: float = 0.5  # share of asked clients that must answer
+    rounds: Whole = 50
+    participation: PositiveShare = 1.0  # share of clients asked each round
+    dropout: Share = 0.0  # rehearsal of failures: share of asked clients that do not answer
+    quorum: Share = 0.5  # share of asked clients that must answer
+    bound: NotNegative = 5.0  # an update longer than so many times the median of its round is cut to that; 0: never
     engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for networks and prompts
-    chunk: int = 0  # clients side by side; 0 follows the measured rule
-    timeout: float = 300.0  # loopback: seconds a client may take to answer
-    evaluate: int = 1  # score every so many rounds (and always the last)
-    threads: int = 1  # for training; small steps gain nothing from more
-    seed: int = 50
-    seeds: tuple[int, ...] = ()  # several runs, one per seed
-    jobs: int = 0  # runs at a time (bench, protocols); 0 is one per core
+    chunk: Whole = 0  # clients side by side; 0 follows the measured rule
+    timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
+    grace: Annotated[float, Range(0, WEEKS)] = 60.0  # loopback: seconds that the others have once a quorum has answered
+    evaluate: Count = 1  # score every so many rounds (and always the last)
+    threads: Annotated[int, Range(1, 1024)] = 1  # for training; small steps gain nothing from more
+    seed: Seed = 50
+    seeds: tuple[Seed, ...] = ()  # several runs, one per seed
+    jobs: Whole = 0  # runs at a time (bench, protocols); 0 is one per core
     out: str = ""  # run: the run's folder; several runs: the folder that holds them
 
 
@@ -141,10 +147,15 @@ class Setup:
     def from_record(cls, record: RunRecord, folder: Path) -> Setup:
         """The setup that a run folder holds; nothing is looked up in today's recipes."""
         known = {k.name: k for k in catalogue.load().run}
-        values = {k: known[k].coerce(v) for k, v in record.config.items() if k in known}
-        config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         homes = {"adapter": record.adapter, "local": record.local, "merge": record.merge, "engine": record.engine}
         homes |= {f"metric-{m.name}": PartRecord(m.name, m.settings, m.code, m.digest) for m in record.metrics}
+        try:
+            values = {k: known[k].coerce(v) for k, v in record.config.items() if k in known}
+            for home, part in homes.items():
+                check_settings(home.partition("-")[0], part)
+        except FedvlmError as error:
+            raise FedvlmError(f"{folder / 'run.json'}: {error}") from None
+        config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
         codes = {h: own.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
         return cls(record.method, config, homes, record.given, {}, codes)
 
@@ -200,13 +211,6 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
                 origins[f"{home}.{name}"] = origin
     complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
-    try:
-        check(config, complete["local"])
-    except FedvlmError as error:
-        key = str(error).partition("=")[0]
-        origin = origins.get(f"run.{key}") or origins.get(f"local.{key}") or COMMAND_LINE
-        where = "" if origin == COMMAND_LINE else f"{_place(plan, origin)}: "
-        raise FedvlmError(f"{where}{error}") from None
     codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
     homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
     for spec, home in metrics.items():
@@ -222,6 +226,17 @@ def part_record(kind: str, name: str, settings: Settings, code: own.Code | None)
     if code:
         return PartRecord(name, settings, code.entry, code.digest)
     return PartRecord(name, settings, digest=parts.installed_version(kind, name))
+
+
+def check_settings(kind: str, part: PartRecord) -> None:
+    """An error where a recorded part of the package does not have these settings, or not with these values."""
+    if part.code or part.name not in catalogue.load().parts[kind]:  # others are imported only where trust.py allows it
+        return
+    known = {k.name: k for k in catalogue.keys(kind, part.name)}
+    for name, value in part.settings.items():
+        if name not in known:
+            raise FedvlmError(f"{kind}={part.name} has no setting {name}; use the version of fedvlm that wrote it")
+        known[name].coerce(value)
 
 
 def _is_users(kind: str, name: str) -> bool:
@@ -291,25 +306,3 @@ def _place(plan: recipe.Recipe, origin: str) -> str:
 
 def _all_names(keys: dict[str, list[Key]]) -> list[str]:
     return [*parts.AXES, "on", *dict.fromkeys(k.name for known in keys.values() for k in known)]
-
-
-def check(config: Config, local: Settings) -> None:
-    """An error for values out of range."""
-    for key, share in (
-        ("participation", config.participation),
-        ("dropout", config.dropout),
-        ("quorum", config.quorum),
-    ):
-        if not 0 <= share <= 1 or (key == "participation" and share == 0):
-            raise FedvlmError(f"{key}={share:g} must be between 0 and 1")
-    counts = {"rounds": (config.rounds, 0), "evaluate": (config.evaluate, 1)}
-    counts |= {key: (cast(int, local[key]), 1) for key in ("epochs", "batch") if key in local}
-    for key, (value, least) in counts.items():
-        if value < least:
-            raise FedvlmError(f"{key}={value} must be at least {least}")
-    for seed in (config.seed, *config.seeds):
-        if not 0 <= seed < 2**63:
-            raise FedvlmError(f"seed={seed} must be between 0 and 2^63 − 1")
-    lr = local.get("lr", 1.0)
-    if isinstance(lr, int | float) and lr <= 0:
-        raise FedvlmError(f"lr={lr:g} must be above 0")

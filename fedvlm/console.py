@@ -7,18 +7,22 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as Grid
 
+from fedvlm.names import printable
 from fedvlm.records import MEASURES, RoundRecord, value_of
 from fedvlm.report.table import Table
 
 WIDE = 240  # columns where the output is no terminal, so that nothing is cut
-out = Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else WIDE)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+LONGEST_CELL = 4096  # characters, as the longest path
+plain = partial(Console, highlight=False, markup=False, emoji=False)  # names and paths are shown as they are
+out = plain(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else WIDE)
+err = plain(stderr=True, soft_wrap=True)
 
 
 class Update(Protocol):
@@ -36,30 +40,30 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[words]}"),
+            TextColumn("{task.fields[words]}", markup=False),
         )
         with Progress(*columns, TimeRemainingColumn(), console=out, transient=True) as bar:
-            task = bar.add_task(title, total=total, words="")
+            task = bar.add_task(printable(title), total=total, words="")
 
             def move(done: int, words: str = "", total: int | None = total) -> None:
-                bar.update(task, completed=done, words=words, total=total)
+                bar.update(task, completed=done, words=printable(words), total=total)
 
             yield move
     else:
         began = shown = time.monotonic()
 
-        def line(done: int, words: str = "", total: int | None = total) -> None:
+        def say(done: int, words: str = "", total: int | None = total) -> None:
             nonlocal shown
             now, total = time.monotonic(), total or done
             if now - shown >= 2 or (done >= total and now - began >= 2):
                 shown = now
                 left = (now - began) / max(done, 1) * (total - done)
-                print(" ".join(f"{title} {done}/{total} {words} {left:.0f} s left".split()), flush=True)
+                print(" ".join(printable(f"{title} {done}/{total} {words} {left:.0f} s left").split()), flush=True)
 
-        yield line
+        yield say
 
 
 def words(record: RoundRecord) -> str:
@@ -70,23 +74,37 @@ def words(record: RoundRecord) -> str:
     return " ".join([*parts, f"{(record['bytes_down'] + record['bytes_up']) / 1e6:.2f} MB/round"])
 
 
+def line(text: str, style: str | None = None) -> None:
+    """One line, whatever the names in it are."""
+    out.print(printable(text), style=style)
+
+
 def note(text: str) -> None:
-    out.print(text, style="dim", markup=False)
+    line(text, "dim")
 
 
 def warn(text: str) -> None:
     """To standard error."""
-    err.print(text, style="yellow", markup=False)
+    err.print(printable(text), style="yellow")
 
 
 def show(table: Table) -> None:
+    table = replace(
+        table,
+        columns=[printable(c, LONGEST_CELL) for c in table.columns],
+        rows=[{printable(c, LONGEST_CELL): printable(x, LONGEST_CELL) for c, x in row.items()} for row in table.rows],
+        notes=[printable(n) for n in table.notes],
+    )
+    if not (out.is_terminal or out.is_jupyter):
+        print(table)  # the whole of it, for files and pipes
+        return
     grid = Grid(box=None, header_style="bold", pad_edge=False)
     columns = fitting(table)
     for column in columns:
         numeric = table.is_numeric(column)
         grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
     for row in table.rows:
-        grid.add_row(*(escape(row.get(c, "")) for c in columns))
+        grid.add_row(*(row.get(c, "") for c in columns))
     out.print(grid)
     for text in table.notes:
         note(text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor
 from fedvlm.errors import FedvlmError as FedvlmError
 from fedvlm.errors import NoQuorum as NoQuorum
 from fedvlm.seeds import keys, shuffled
+
+if TYPE_CHECKING:
+    from fedvlm.guard import Guard
 
 Params = dict[str, Tensor]  # flat, so that a safetensors file can hold it
 Note = float | str | dict[int, float]  # what a merge records of a round: a number, a word, or a number per client
@@ -191,6 +194,7 @@ class Data:
         lengths = np.diff(self.bounds, axis=1)
         total = lengths.sum(1)
         width = int(max(min(16, limit), limit // max(1, len(self))))
+        width = min(width, max(1, int(total.max(initial=0))))  # a single small client is not padded to a whole block
         lane = np.arange(width)
         split = np.repeat(np.tile(np.arange(3), len(self)), lengths.reshape(-1))
         starts = np.concatenate([[0], np.cumsum(total)])[:-1]
@@ -228,6 +232,7 @@ class Cohort:
     rounds: int = 1  # of the whole run, for schedules
     population: int = 0  # clients that could have been sampled
     lost: frozenset[int] = frozenset()  # clients that will not answer (dropout=, a rehearsal of failures)
+    guard: Guard | None = None  # checks what clients answer; None: everything is accepted
     bytes_down: int = 0
     bytes_up: int = 0
     exchange: int = 0
@@ -235,21 +240,28 @@ class Cohort:
 
     def stream(self, step: str, message: Message) -> Iterator[Reply]:
         """Replies a few clients at a time, so that memory does not grow with the cohort."""
-        self.bytes_down += len(self.ids) * message.nbytes
+        need = max(1, int(np.ceil(self.quorum * len(self.ids))))
         asked = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
+        if self.guard:
+            asked = self.guard.to_ask(asked, need, self.round, last=self.round == self.rounds)
+        self.bytes_down += len(self.ids) * message.nbytes
+        replies = self._counted(self.engine.run(step, asked, message, self.round, self.exchange))
         answered = 0
-        for reply in self.engine.run(step, asked, message, self.round, self.exchange):
+        for reply in self.guard.accepted(replies, step, message, self.round) if self.guard else replies:
             answered += len(reply.ids)
-            self.bytes_up += reply.nbytes
             yield reply
         self.exchange += 1
         self.notes["answered"] = answered
-        need = max(1, int(np.ceil(self.quorum * len(self.ids))))
         if answered < need:
             raise NoQuorum(
                 f"round {self.round}: {answered} of {len(self.ids)} clients answered and quorum={self.quorum:g} needs "
                 f"{need}; bring clients back and `fedvlm resume` the run, or lower quorum="
             )
+
+    def _counted(self, replies: Iterator[Reply]) -> Iterator[Reply]:
+        for reply in replies:
+            self.bytes_up += reply.nbytes
+            yield reply
 
     def ask(self, step: str, message: Message) -> Reply:
         """All replies at once, ordered by client id; a client that failed is absent."""

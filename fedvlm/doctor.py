@@ -68,11 +68,15 @@ def _torchvision() -> Finding:
 
 def _folders() -> Iterator[Finding]:
     for name, folder in (("feature store", cache_home()), ("runs", runs_home())):
-        existing = folder.absolute()
-        while not existing.exists():
-            existing = existing.parent
-        free = shutil.disk_usage(existing).free
-        if not os.access(existing, os.W_OK):
+        try:
+            existing = folder.absolute()
+            while not existing.exists():
+                existing = existing.parent
+            free = shutil.disk_usage(existing).free
+            writable = existing.is_dir() and os.access(existing, os.W_OK)
+        except OSError:  # a name that is too long
+            writable, free = False, 0
+        if not writable:
             fix = "set FEDVLM_CACHE / FEDVLM_RUNS to a folder that you may write to"
             yield Finding("broken", f"{name} at {folder} cannot be written", fix)
         elif free < MINIMUM_SPACE:

@@ -8,7 +8,15 @@ class FedvlmError(Exception):
     """Something the user can put right; the command line shows it without a traceback."""
 
 
-class NoQuorum(FedvlmError):
+class BadMessage(FedvlmError):
+    """What arrived from a client is not what was agreed."""
+
+
+class VoidRound(FedvlmError):
+    """A round that leaves the shared model as it was."""
+
+
+class NoQuorum(VoidRound):
     """Fewer clients answered than `quorum=` asks for."""
 
 

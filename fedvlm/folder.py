@@ -3,6 +3,10 @@
 run.json (the record, see records.py) · code/ (the user's own parts) · rounds.jsonl (one object per round) ·
 state.safetensors (after the last whole round, replaced atomically) · rows.bin (clients' private rows) ·
 outputs.safetensors (final logits on test) · log.txt
+
+A folder without run.json holds no run: whatever a first command that was stopped left there is written again. A process
+that is killed costs the round under way. A power cut costs the same where rounds take longer than SYNC_SHARE syncs of the
+disk (about 0.2 s); the rounds of a faster run are not all on the disk at every moment.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,16 +27,24 @@ from typing import TYPE_CHECKING, cast
 from filelock import FileLock, Timeout
 
 import fedvlm
-from fedvlm import recipe
+from fedvlm import files, recipe, trust
 from fedvlm.config import Setup, binding
 from fedvlm.errors import FedvlmError
-from fedvlm.names import file_name
-from fedvlm.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord
+from fedvlm.names import file_name, printable
+from fedvlm.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord, read_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedvlm.core import State
     from fedvlm.data.federation import Federation
     from fedvlm.data.pool import Pool
+
+STATE = "state.safetensors"
+KEEPS_ROWS = ("serial", "stacked")  # engines with the private rows of all clients in rows.bin
+SYNC_SHARE = 20  # waiting for the disk may take one part in so many of the time
+RESTORE = "restore it from a copy, or start the run anew elsewhere"
+ADVICE = "what was saved stands: make room or get the right to write there, and `fedvlm resume` the run"
 
 
 def identity(setup: Setup, pool: Pool) -> str:
@@ -50,6 +63,7 @@ def folder_name(setup: Setup, pool: Pool) -> str:
 class RunFolder:
     def __init__(self, folder: Path):
         self.folder = folder
+        self.next_sync = 0.0  # time.monotonic() from which `save` waits for the disk again
 
     @classmethod
     def start(cls, folder: Path, setup: Setup, pool: Pool, federation: Federation) -> RunFolder:
@@ -59,22 +73,28 @@ class RunFolder:
             found = run.record
             if found.identity != mark:
                 raise FedvlmError(f"{folder} holds another run ({differs(found, setup, pool)}); choose another out=")
+            if found.result is None:
+                run.load()  # damage is told before anything is written
             return run
-        if folder.exists() and any(p.name not in ("log.txt", ".lock", "code") for p in folder.iterdir()):
+        left = ("log.txt", ".lock", "code")  # by a command that was stopped before run.json was there
+        if folder.exists() and any(p.name not in left and p.suffix != files.PART for p in folder.iterdir()):
             raise FedvlmError(f"{folder} is not empty and holds no run; choose another out=")
-        try:
+        anew = "make room there, or choose another out="
+        with files.writing(folder, anew):
             for home, code in setup.codes.items():
                 code.write(folder / "code" / home)
-        except OSError as error:
-            raise run.unwritable(error) from error
-        run.write("run.json", describe(setup, pool, federation, mark).to_json().encode())
+            for path in folder.glob("code/**/*.py"):
+                files.sync(path)
+            trust.remember(setup)
+            files.write(folder / "run.json", describe(setup, pool, federation, mark).to_json(), sync=True, advice=anew)
+            files.sync_folder(folder.parent)
         return run
 
     @property
     def record(self) -> RunRecord:
         path = self.folder / "run.json"
         try:
-            return RunRecord.from_json(path.read_text(encoding="utf-8"))
+            return RunRecord.from_json(read_text(path))
         except FileNotFoundError:
             raise FedvlmError(f"{self.folder} is not a run: it holds no run.json") from None
         except (OSError, ValueError) as error:
@@ -82,15 +102,15 @@ class RunFolder:
                 f"{path} is damaged or of another version ({error}); start the run anew elsewhere"
             ) from error
 
-    def setup(self) -> Setup:
-        """What was decided, from this folder alone."""
+    def setup(self, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
+        """What was decided, from this folder alone; an error where it would do what the user did not allow (trust.py)."""
         record = self.record
         if record.legacy:
             raise FedvlmError(
                 f"{self.folder} was written by fedvlm 0.1: tables and pages can be made of it, but to go on, predict or "
                 "export use that version"
             )
-        return Setup.from_record(record, self.folder)
+        return trust.admitted(Setup.from_record(record, self.folder), self.folder, trusted, uses)
 
     @property
     def done(self) -> bool:
@@ -99,36 +119,48 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process per run."""
-        try:
-            with FileLock(self.folder / ".lock", timeout=0):
-                yield
-        except Timeout:
-            raise FedvlmError(f"{self.folder}: another process is running this run") from None
-        except OSError as error:
-            raise self.unwritable(error) from error
+        with files.writing(self.folder, ADVICE):
+            try:
+                with FileLock(self.folder / ".lock", timeout=0):
+                    for part in self.folder.glob(f"*{files.PART}"):  # left by a process that was killed
+                        part.unlink()
+                    yield
+            except Timeout:
+                raise FedvlmError(f"{self.folder}: another process is running this run") from None
+            except NotImplementedError:
+                raise FedvlmError(f"{self.folder}: its file system has no locks; choose another out=") from None
 
     def rounds(self) -> list[RoundRecord]:
+        """The records of rounds, without lines that a killed process or a full disk cut off; of a round that was recorded
+        twice, the later one."""
         path = self.folder / "rounds.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        out = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # the last line of a killed process may be incomplete
-                out.append(cast(RoundRecord, json.loads(line)))
-        return out
+        found: dict[int, RoundRecord] = {}
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                record = cast(RoundRecord, json.loads(line.decode()))
+                found[int(record["round"])] = record
+        return [found[round] for round in sorted(found)]
 
     def append(self, record: RoundRecord) -> None:
-        try:
-            with (self.folder / "rounds.jsonl").open("a", encoding="utf-8") as out:
-                out.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise self.unwritable(error) from error
+        with files.writing(self.folder, ADVICE), (self.folder / "rounds.jsonl").open("ab") as out:
+            out.write(json.dumps(record).encode() + b"\n")
 
     def save(self, state: State, round: int) -> None:
         """After a whole round: the old state stands until the new one is complete."""
         from safetensors.torch import save
 
         flat = {f"{kind}/{k}": v.contiguous() for kind, params in state._asdict().items() for k, v in params.items()}
-        self.write("state.safetensors", save(flat, {"round": str(round)}))
+        about = {
+            "saved": f"{round} {self._checksum(flat, round)}"
+        }  # one entry: safetensors writes several in any order
+        began = time.monotonic()
+        sync = began >= self.next_sync
+        if sync:
+            self._sync()
+        self.write(STATE, save(flat, about), sync)
+        if sync:
+            now = time.monotonic()
+            self.next_sync = now + SYNC_SHARE * (now - began)
 
     def load(self) -> tuple[State, int] | None:
         """The saved state and its round; None before the first round."""
@@ -136,47 +168,74 @@ class RunFolder:
 
         from fedvlm.core import Params, State
 
-        path = self.folder / "state.safetensors"
+        path = self.folder / STATE
         if not path.exists():
+            if any(record["round"] > 0 for record in self.rounds()):
+                raise FedvlmError(f"{path} is missing, though rounds were played; {RESTORE}")
             return None
+        kinds: dict[str, Params] = {kind: {} for kind in State._fields}
         try:
             with safe_open(path, "pt") as file:
-                round = int(file.metadata()["round"])
+                words = file.metadata()["saved"].split()
                 flat = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, KeyError, TypeError) as error:
-            raise FedvlmError(f"{path} is damaged ({error}); start the run anew elsewhere") from error
-        kinds: dict[str, Params] = {kind: {} for kind in State._fields}
-        for name, value in flat.items():
-            kind, _, key = name.partition("/")
-            kinds[kind][key] = value
-        return State(**kinds), round
+            round = int(words[0])
+            for name, value in flat.items():
+                kind, _, key = name.partition("/")
+                kinds[kind][key] = value
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+            raise FedvlmError(f"{path} is damaged or of another version ({error}); {RESTORE}") from error
+        if words[1:] != [self._checksum(flat, round)]:
+            raise FedvlmError(f"{path} is damaged (checksum), or of another run; {RESTORE}")
+        state = State(**kinds)
+        if state.private and round and self.record.engine.name in KEEPS_ROWS:
+            rows = self.folder / "rows.bin"
+            if not rows.exists() or not rows.stat().st_size:
+                raise FedvlmError(f"{rows} is missing or empty, though clients have private rows; {RESTORE}")
+        return state, round
+
+    @cached_property
+    def _identity(self) -> str:
+        return self.record.identity
+
+    def _checksum(self, tensors: dict[str, Tensor], round: int) -> str:
+        """Of a state and its round in this run."""
+        from torch import uint8
+
+        seen = hashlib.sha256(f"{self._identity} {round}".encode())
+        for name in sorted(tensors):
+            value = tensors[name]
+            seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            seen.update(value.reshape(-1).view(uint8).numpy().data)
+        return seen.hexdigest()[:32]
 
     def rewind(self, round: int) -> None:
-        """Removes records of rounds after the saved state."""
-        kept = [json.dumps(r) + "\n" for r in self.rounds() if r["round"] <= round]
-        self.write("rounds.jsonl", "".join(kept).encode())
+        """Removes records of rounds after the saved state; an error where one of those before is missing."""
+        kept = [r for r in self.rounds() if r["round"] <= round]
+        if missing := set(range(round + 1)) - {r["round"] for r in kept}:
+            path = self.folder / "rounds.jsonl"
+            raise FedvlmError(
+                f"{path} has no record of round {min(missing)}, and {STATE} is of round {round}; {RESTORE}"
+            )
+        self.write("rounds.jsonl", "".join(json.dumps(r) + "\n" for r in kept).encode())
 
     def finish(self, result: Result) -> None:
-        self.write("run.json", replace(self.record, result=result).to_json().encode())
+        self._sync(STATE, "outputs.safetensors")
+        self.write("run.json", replace(self.record, result=result).to_json().encode(), sync=True)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Atomically: written beside, then renamed."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part = self.folder / f"{name}.part"
-            part.write_bytes(data)
-            part.replace(self.folder / name)
-        except OSError as error:
-            raise self.unwritable(error) from error
+    def _sync(self, *more: str) -> None:
+        """What a state needs is on the disk before the state is."""
+        names = ("rounds.jsonl", "rows.bin", "clients/*/rows.bin", *more)
+        with files.writing(self.folder, ADVICE):
+            for path in (p for name in names for p in self.folder.glob(name)):
+                files.sync(path)
 
-    def unwritable(self, error: OSError) -> FedvlmError:
-        return FedvlmError(
-            f"{self.folder} cannot be written ({error.strerror}); what was saved stands: make room and `fedvlm resume` it"
-        )
+    def write(self, name: str, data: bytes, sync: bool = False) -> None:
+        """As a whole or not at all; tensors may tell of examples, and nobody else may read them."""
+        files.write(self.folder / name, data, private=name.endswith(".safetensors"), sync=sync, advice=ADVICE)
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError), (self.folder / "log.txt").open("a", encoding="utf-8") as out:
-            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
 
 
 def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:

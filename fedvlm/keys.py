@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
+import operator
 import types
 import typing
 from collections.abc import Collection
-from typing import Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple, SupportsFloat, SupportsIndex, cast
 
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.records import Value
@@ -41,6 +43,34 @@ RENAMED = {
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
+class Range(NamedTuple):
+    """The numbers that a field may hold, written beside it: `trim: Annotated[float, Range(0, 0.5)] = 0.2`."""
+
+    low: float | None = None  # None: no limit
+    high: float | None = None
+    above: bool = False  # `low` itself is left out
+    below: bool = False  # `high` itself is left out
+
+    def holds(self, number: float) -> bool:
+        over = self.low is None or number > self.low or (number == self.low and not self.above)
+        return over and (self.high is None or number < self.high or (number == self.high and not self.below))
+
+    def __str__(self) -> str:
+        if self.low is not None and self.high is not None and not (self.above or self.below):
+            return f"between {self.low} and {self.high}"
+        low = "" if self.low is None else f"above {self.low}" if self.above else f"of at least {self.low}"
+        high = "" if self.high is None else f"below {self.high}" if self.below else f"at most {self.high}"
+        return " and ".join(filter(None, (low, high)))
+
+
+Whole = Annotated[int, Range(0)]
+Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+PositiveShare = Annotated[float, Range(0, 1, above=True)]
+
+
 class Key(NamedTuple):
     name: str
     type: str  # int, float, str, bool
@@ -48,6 +78,7 @@ class Key(NamedTuple):
     help: str = ""  # the comment behind the field
     choices: tuple[str | int, ...] = ()  # the only values; () any
     length: int = 0  # 0: a single value; −1: any number of values; n: exactly n
+    range: Range = Range()
 
     def coerce(self, value: object, shown: str = "") -> Value:
         """A value as this key's type, or an error that says what would fit."""
@@ -60,7 +91,8 @@ class Key(NamedTuple):
         items = [i.strip() if isinstance(i, str) else i for i in items]
         items = [i for i in items if i not in ("", "none", None)]
         if self.length > 0 and len(items) != self.length:
-            raise FedvlmError(f"{name}={value}: expected {self.length} values, such as 0.9,0.999")
+            example = ",".join(f"{x:g}" for x in cast(list[float], self.default))
+            raise FedvlmError(f"{name}={value}: expected {self.length} values, such as {example}")
         return [self._one(name, i) for i in items]
 
     def _one(self, name: str, value: object) -> Scalar:
@@ -76,24 +108,41 @@ class Key(NamedTuple):
                 raise FedvlmError(f"{name}={value}: expected true or false")
             return WORDS[str(value).lower()]
         if self.type == "str":
+            if "\0" in str(value):
+                raise FedvlmError(f"{name}={value!r}: expected text without null characters")
             return "" if value is None else str(value)
         try:
-            number = float(cast(float | str, value))
-            if self.type == "int":
-                if number != int(number):
-                    raise ValueError
-                return int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdigit() else int(number)
-        except (ValueError, OverflowError, TypeError):
-            expected = "a whole number" if self.type == "int" else "a number"
-            raise FedvlmError(f"{name}={value}: expected {expected}") from None
-        if number != number:
-            raise FedvlmError(f"{name}={value}: expected a number")
+            number = whole_number(value) if self.type == "int" else float(cast(SupportsFloat | str, value))
+        except (
+            ValueError,
+            OverflowError,
+            TypeError,
+            RuntimeError,
+        ):  # the last: torch's, for a tensor of several numbers
+            number = math.nan
+        if not (math.isfinite(number) and self.range.holds(number)):
+            kind = "a whole number" if self.type == "int" else "a finite number" if math.isinf(number) else "a number"
+            raise FedvlmError(f"{name}={value}: expected {kind} {self.range}".rstrip())
         return number
+
+
+def whole_number(value: object) -> int:
+    """Exactly: as a float, a large seed would lose its last digits. An error for more than 64 bits."""
+    try:
+        number = int(value) if isinstance(value, str) else operator.index(cast(SupportsIndex, value))
+    except (ValueError, TypeError):  # 1e3, or 10.0
+        real = float(cast(SupportsFloat | str, value))
+        number = int(real)
+        if number != real:
+            raise
+    if not -(2**63) <= number < 2**63:
+        raise OverflowError
+    return number
 
 
 def keys_of(cls: type) -> list[Key]:
     """The fields of a dataclass."""
-    hints, comments = typing.get_type_hints(cls), comments_of(cls)
+    hints, comments = typing.get_type_hints(cls, include_extras=True), comments_of(cls)
     found = [key_of(f.name, hints[f.name], default_of(f), comments.get(f.name, "")) for f in dataclasses.fields(cls)]
     return [k if k.default is None else k._replace(default=k.coerce(k.default)) for k in found]  # 60 becomes 60.0
 
@@ -109,6 +158,9 @@ def default_of(field: dataclasses.Field[object]) -> Value:
 
 def key_of(name: str, hint: object, default: Value, help: str) -> Key:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        one = key_of(name, args[0], default, help)
+        return one._replace(range=next((a for a in args[1:] if isinstance(a, Range)), one.range))
     if origin in (typing.Union, types.UnionType):
         return key_of(name, next(a for a in args if a is not type(None)), default, help)
     if origin is Literal:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fedvlm.errors import FedvlmError
+
 
 def cores() -> int:
     """The number of CPU cores that this process may use, at least 1."""
@@ -17,7 +19,12 @@ def cores() -> int:
 
 def cache_home() -> Path:
     """Where features and other things that can be made again are kept (FEDVLM_CACHE)."""
-    return Path(os.environ.get("FEDVLM_CACHE") or Path.home() / ".cache" / "fedvlm")
+    if given := os.environ.get("FEDVLM_CACHE"):
+        return Path(given)
+    try:
+        return Path.home() / ".cache" / "fedvlm"
+    except RuntimeError:
+        raise FedvlmError("this user has no home folder for the cache; set FEDVLM_CACHE to a folder") from None
 
 
 def runs_home() -> Path:

@@ -13,7 +13,7 @@ import torch
 from fedvlm.adapters.base import PREPARED, Adapter, HasSharedTwin, Task
 from fedvlm.core import Cohort, Data, Message, Params, State, with_client_axis
 from fedvlm.errors import FedvlmError
-from fedvlm.local.base import Local, Shapes
+from fedvlm.local.base import Local
 from fedvlm.local.copies import COPY
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge
@@ -23,6 +23,7 @@ from fedvlm.metrics.corrupted import Corrupted
 from fedvlm.metrics.fpr95 import Fpr95
 from fedvlm.metrics.loss import Loss
 from fedvlm.metrics.score import Score
+from fedvlm.schema import VALIDATION, Field, Fields
 
 GAPS = ("before", "after")  # validation loss before and after training, where the merge requires them
 RESERVED = (COPY, PREPARED)  # prefixes of names in private rows and of prepared parameters
@@ -97,15 +98,19 @@ class Method:
         return ("shared",) * self.has_shared_model + ("personal",) * self.has_personal_models
 
     @cached_property
-    def uploads(self) -> Shapes:
+    def uploads(self) -> Fields:
         """What goes up in training beside the shared parameters."""
-        gaps: Shapes = {n: () for n in GAPS if n in self.merge.requires}
-        return self.local.uploads(self.task, self.initial) | self.merge.uploads(self.task) | gaps
+        gaps: Fields = {n: VALIDATION for n in GAPS if n in self.merge.requires}
+        found = self.local.uploads(self.task, self.initial) | self.merge.uploads(self.task) | gaps
+        for name, given in found.items():
+            if not isinstance(given, Field):
+                raise FedvlmError(f"uploads: '{name}' is {given!r}; say fedvlm.schema.Field({given!r}) and its limits")
+        return found
 
     @property
     def upload_bytes(self) -> int:
         """The size of `uploads` for one client; values of any length are left out."""
-        return 4 * sum(math.prod(shape) for shape in self.uploads.values() if -1 not in shape)
+        return 4 * sum(math.prod(f.shape) for f in self.uploads.values() if -1 not in f.shape)
 
     @cached_property
     def base_and_novel(self) -> dict[str, Task]:

@@ -33,38 +33,52 @@ class Code(NamedTuple):
 
     @property
     def digest(self) -> str:
-        return digest({name: text.encode() for name, text in self.files.items()})
+        """Names the code in records, identities and the cache."""
+        return hashlib.blake2b(self._content, digest_size=8).hexdigest()
+
+    @property
+    def seal(self) -> str:
+        """By which the user's word for this code is remembered: long enough that nobody finds two codes with the same."""
+        return hashlib.sha256(self._content).hexdigest()
+
+    @property
+    def _content(self) -> bytes:
+        return repr(sorted((name, text.encode()) for name, text in self.files.items())).encode()
 
     def write(self, folder: Path) -> None:
+        """Into a folder that holds no other code: whoever reads it there must find this and nothing else."""
+        for other in sorted(folder.rglob("*.py")):
+            if other.relative_to(folder).as_posix() not in self.files:
+                raise FedvlmError(f"{folder} holds other code ({other.name}); remove it, or choose another folder")
         for name, text in self.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
 
     def load(self, what: str) -> ModuleType:
-        """Imports it from a copy in the cache, so that later edits of the original do not matter."""
-        if (self.digest, self.entry) in _loaded:
-            return _loaded[self.digest, self.entry]
-        return load(what, self._cached(), self.entry)
+        """Imports it from a copy in the cache, so that later edits of the original do not matter; once per process."""
+        if self.entry not in self.files:
+            raise FedvlmError(f"{what}: its code is missing; it should hold {self.entry}")
+        key = (self.seal, self.entry)
+        if key not in _loaded:
+            tops = {name.split("/")[0].removesuffix(".py") for name in self.files}
+            _loaded[key] = _import(what, self._cached(), self.entry, self.digest, tops)
+        return _loaded[key]
 
     def _cached(self) -> Path:
         """A folder with this code: in the cache, written beside and renamed, since other processes may read it."""
-        folder = cache_home() / "code" / self.digest
+        folder = (cache_home() / "code" / self.digest).resolve()
         if folder.is_dir() and stored(folder, self.entry) == self:
             return folder
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(dir=folder.parent))
         except OSError:  # a read-only cache
-            fresh = Path(tempfile.mkdtemp(prefix="fedvlm-code-"))
+            fresh = Path(tempfile.mkdtemp(prefix="fedvlm-code-")).resolve()
         self.write(fresh)
         with contextlib.suppress(OSError):  # another process was first: either copy will do
             return fresh.rename(folder)
         return fresh
-
-
-def digest(sources: dict[str, bytes]) -> str:
-    return hashlib.blake2b(repr(sorted(sources.items())).encode(), digest_size=8).hexdigest()
 
 
 def stored(folder: Path, entry: str) -> Code:
@@ -121,6 +135,8 @@ def with_siblings(path: Path) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     try:
+        if path.stat().st_size > LIMIT:
+            raise FedvlmError(f"{path} is larger than {LIMIT >> 20} MB, too large for the code of a part")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FedvlmError(f"{path} cannot be read as Python source ({error})") from error
@@ -141,20 +157,8 @@ def _imports(source: str) -> set[str]:
     return found - set(sys.stdlib_module_names)
 
 
-def load(what: str, folder: Path, entry: str) -> ModuleType:
-    """Imports `entry` from a folder of code. The same code is imported once per process."""
-    folder = folder.resolve()
-    sources = {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*.py"))}
-    if entry not in sources:
-        raise FedvlmError(f"{what}: its code is missing from {folder}")
-    key = (digest(sources), entry)
-    if key not in _loaded:
-        _loaded[key] = _import(what, folder, entry, key[0], {name.split("/")[0] for name in sources})
-    return _loaded[key]
-
-
 def _import(what: str, folder: Path, entry: str, mark: str, names: set[str]) -> ModuleType:
-    tops = {n.removesuffix(".py") for n in names} - set(sys.stdlib_module_names)
+    tops = names - set(sys.stdlib_module_names)
 
     def ours() -> dict[str, ModuleType]:
         return {n: m for n, m in sys.modules.items() if n.split(".")[0] in tops}

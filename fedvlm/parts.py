@@ -38,11 +38,14 @@ KINDS = {
 AXES = ("adapter", "local", "merge")
 
 
+def built_in(kind: str) -> set[str]:
+    folder = HERE / KINDS[kind].folder
+    return {p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", *KINDS[kind].shared)}
+
+
 def names(kind: str) -> list[str]:
     """Built-in parts and those of installed packages."""
-    folder = HERE / KINDS[kind].folder
-    found = {p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", *KINDS[kind].shared)}
-    return sorted(found | installed(kind).keys())
+    return sorted(built_in(kind) | installed(kind).keys())
 
 
 def installed(kind: str) -> dict[str, str]:
@@ -54,7 +57,7 @@ def installed(kind: str) -> dict[str, str]:
 
 def installed_version(kind: str, name: str) -> str:
     """DISTRIBUTION VERSION of a part that an installed package declares; "" for a built-in one."""
-    if (HERE / KINDS[kind].folder / f"{name}.py").is_file() or own.is_own(name):
+    if name in built_in(kind) or own.is_own(name):
         return ""
     from importlib.metadata import entry_points
 
@@ -62,12 +65,10 @@ def installed_version(kind: str, name: str) -> str:
     return f"{found[0].name} {found[0].version}" if found else ""
 
 
-def find(kind: str, name: str, code: Path | None = None, entry: str = "") -> type:
-    """The class of a part. `code` and `entry`: import it from this copy of the user's code instead of where it lay."""
+def find(kind: str, name: str) -> type:
+    """The class of a part."""
     what = f"{kind}={name}"
-    if code is not None:
-        return only_part(kind, what, own.load(what, code, entry))
-    if (HERE / KINDS[kind].folder / f"{name}.py").is_file() and name not in KINDS[kind].shared:
+    if name in built_in(kind):
         return only_part(kind, what, importlib.import_module(f"fedvlm.{KINDS[kind].folder}.{name}"))
     if name in installed(kind):
         module, _, attribute = installed(kind)[name].partition(":")

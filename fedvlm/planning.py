@@ -49,6 +49,10 @@ def jobs_of(setup: Setup, pool: Pool) -> list[Job]:
 
 def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
     config = setup.config
+    if reason := setup.adapter.incompatible(pool.x.shape[1:]):
+        raise FedvlmError(
+            f"backbone={config.backbone} does not go with adapter={setup.parts['adapter'].name}: {reason}"
+        )
     targets: list[tuple[str, ...]] = [config.unseen]
     if config.protocol == LEAVE_ONE_OUT:
         cut = config.partition in ("domain-iid", "domain-dirichlet") and config.clients > 1
@@ -95,6 +99,6 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     public = sum(len(e.x) for half, e in federation.data.extras.items() if half in method.base_and_novel)
     scored = len(federation.data.x) + public * (len(able) if method.has_personal_models else 1)
     seconds = (train * share * sizes[able].sum() + score * scored) / few
-    ragged = sum(-math.prod(shape) for shape in method.uploads.values() if -1 in shape)
+    ragged = sum(-math.prod(f.shape) for f in method.uploads.values() if -1 in f.shape)
     up = asked * (nbytes(method.initial) + method.upload_bytes + 4 * ragged * float(sizes[able].mean()))
     return Cost(asked, asked * Message(state.shared, state.task).nbytes, up, float(seconds))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.queues
 import os
+import signal
 import sys
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from multiprocessing.connection import Connection, wait
+from typing import Protocol
 
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
@@ -22,8 +22,7 @@ from fedvlm.planning import Job
 from fedvlm.records import RoundRecord
 from fedvlm.train import OnRound, train
 
-if TYPE_CHECKING:
-    Rounds = multiprocessing.queues.Queue[tuple[int, RoundRecord] | None]
+MOST = 60 if sys.platform == "win32" else sys.maxsize  # processes; Windows waits for 63 pipes at most
 
 
 class OnProgress(Protocol):
@@ -31,27 +30,37 @@ class OnProgress(Protocol):
         """Run `i` finished a round, or (record None) ended, with an error or without ("")."""
 
 
+class RunsFailed(FedvlmError):
+    """Some of several runs failed; `finished` holds the others."""
+
+    def __init__(self, text: str, finished: list[RunFolder]):
+        super().__init__(text)
+        self.finished = finished
+
+
 def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
     """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end."""
     if len(jobs) == 1:
         ((setup, folder),) = jobs
         return [train(setup, pools.load(setup), folder, lambda record: report(0, record, ""))]
-    failed: list[str] = []
+    failed: dict[int, str] = {}
 
     def ended(i: int, error: str) -> None:
         report(i, None, error)
         if error:
-            failed.append(f"{jobs[i].folder.name}: {error}")
+            failed[i] = f"{jobs[i].folder.name}: {error}"
 
     at_once = at_once or cores()
     if at_once == 1:
         for i, job in enumerate(jobs):
             ended(i, attempt(job, pools, partial(report, i, error="")))
     else:
-        _in_processes(jobs, at_once, report, ended)
+        _in_processes(jobs, min(at_once, MOST), report, ended)
+    finished = [RunFolder(job.folder) for i, job in enumerate(jobs) if i not in failed]
     if failed:
-        raise FedvlmError(f"{len(failed)} of {len(jobs)} runs failed:\n  " + "\n  ".join(failed[:10]))
-    return [RunFolder(job.folder) for job in jobs]
+        text = f"{len(failed)} of {len(jobs)} runs failed:\n  " + "\n  ".join(list(failed.values())[:10])
+        raise RunsFailed(text, finished)
+    return finished
 
 
 def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
@@ -60,31 +69,71 @@ def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
         train(job.setup, pools.load(job.setup), job.folder, on_round)
     except FedvlmError as error:
         return str(error)
-    except Exception as error:  # a defect in one run does not end the others
+    except (Exception, SystemExit) as error:  # a defect in one run does not end the others
         return f"{type(error).__name__}: {error} (a defect; `fedvlm run` it alone with --debug)"
     return ""
 
 
 def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Callable[[int, str], None]) -> None:
-    context = multiprocessing.get_context("spawn")
-    rounds: Rounds = context.Queue()
+    """A process takes one run after the other. Where one dies, its run is tried once more in a new process."""
+    waiting, died = deque(range(len(jobs))), Counter[int]()
+    idle: list[_Process] = []
+    busy: dict[Connection, tuple[_Process, int]] = {}
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < at_once:
+                process, i = idle.pop() if idle else _Process(), waiting.popleft()
+                busy[process.pipe] = process, i
+                process.give(jobs[i])
+            ready = wait(busy)
+            for pipe in [p for p in busy if p in ready]:
+                process, i = busy[pipe]
+                try:
+                    record, error = pipe.recv()
+                except (EOFError, OSError):  # the child is dead, perhaps in the middle of a record
+                    del busy[pipe]
+                    how = process.end()
+                    died[i] += 1
+                    if died[i] == 1:
+                        RunFolder(jobs[i].folder).log(f"its process died ({how}); it goes on in a new one")
+                        waiting.append(i)  # last: if memory ran out, there may be more of it then
+                    else:
+                        advice = "what was saved stands, and the same command goes on (jobs=1 needs the least memory)"
+                        ended(i, f"its process died twice ({how}); {advice}")
+                    continue
+                if record is None:
+                    del busy[pipe]
+                    idle.append(process)
+                    ended(i, error)
+                else:
+                    report(i, record, "")
+    finally:
+        for process in [*idle, *(process for process, _ in busy.values())]:
+            process.end()
 
-    def listen() -> None:
-        for i, record in iter(rounds.get, None):
-            report(i, record, "")
 
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    with ProcessPoolExecutor(min(at_once, len(jobs)), context, _begin, (rounds,)) as processes:
+class _Process:
+    """A child and a pipe to it alone: with a queue that all share, one killed while it sends could block the others."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.child = context.Process(target=_serve, args=(theirs,))
         with _main_hidden():
-            waiting = {processes.submit(_one, i, job): i for i, job in enumerate(jobs)}
-        for done in as_completed(waiting):
-            try:
-                ended(waiting[done], done.result())
-            except BrokenProcessPool:
-                ended(waiting[done], "its process died; what was saved stands, and the same command goes on")
-    rounds.put(None)
-    listener.join()
+            self.child.start()
+        theirs.close()  # the child alone holds it now, so the pipe ends when the child does
+
+    def give(self, job: Job) -> None:
+        with contextlib.suppress(OSError):  # it is dead already: reading from it says so
+            self.pipe.send(job)
+
+    def end(self) -> str:
+        """Ends it, where it is not dead already; how it ended, in words."""
+        self.pipe.close()
+        self.child.kill()
+        self.child.join()
+        code = self.child.exitcode or 0
+        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
 
 @contextlib.contextmanager
@@ -100,16 +149,14 @@ def _main_hidden() -> Iterator[None]:
         script.update(hidden)
 
 
-class _Child:
-    """What a process of the pool has: set once, when it starts."""
-
-    rounds: Rounds
-    pools: Pools
-
-
-def _begin(rounds: Rounds) -> None:
-    _Child.rounds, _Child.pools = rounds, Pools()
+def _serve(pipe: Connection) -> None:
+    """The child: trains what comes through the pipe, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its children
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    pools = Pools()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            pipe.send((None, attempt(pipe.recv(), pools, lambda record: pipe.send((record, "")))))
 
 
 def _exit_with_parent() -> None:
@@ -118,7 +165,3 @@ def _exit_with_parent() -> None:
     if parent is not None:
         parent.join()
     os._exit(1)
-
-
-def _one(i: int, job: Job) -> str:
-    return attempt(job, _Child.pools, lambda record: _Child.rounds.put((i, record)))

@@ -41,6 +41,10 @@ RECIPE_KEYS = ("title", "idea", "paper", "like", *AXES, "settings", "tuned", "on
 PRESET_KEYS = ("title", "adapter", "settings", "tuned")
 ANY = "any"  # in a recipe's `on`: settings for every preset, weaker than those for the preset itself
 SYNTAX = "indent with spaces, and put text that holds ': ' or starts with a special character in quotes"
+LARGEST = 1 << 18  # bytes of a file
+DEEPEST = 20  # brackets or indents inside each other
+MOST_ALIASES = 10  # in a file: a few lines of aliases of aliases can stand for more than memory holds
+LONGEST_CHAIN = 20  # recipes, each like the next
 FORMER = {"promptfl": "prompt", "fedclip": "attention"}  # presets that were named after a method: promptfl-ga
 
 
@@ -162,7 +166,7 @@ class File(NamedTuple):
 
 def _locate(name: str) -> Path:
     if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
+        if not _is_file(Path(name)):
             raise FedvlmError(f"method {name}: no such file; give a recipe's path, or a name of `fedvlm ls methods`")
         return Path(name)
     if name in names():
@@ -170,6 +174,13 @@ def _locate(name: str) -> Path:
     if combined := _combined(name):
         raise FedvlmError(f"method {name}: recipes combine now; use: {combined[0]} on={combined[1]}")
     raise FedvlmError(f"method {name}: no such recipe; {nearest(name, names())} (`fedvlm ls methods`)")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, or a folder that may not be read
+        return False
 
 
 def _combined(name: str) -> tuple[str, str] | None:
@@ -193,13 +204,17 @@ def _chain(path: Path, children: tuple[Path, ...]) -> list[File]:
     if parent.resolve() in [p.resolve() for p in children]:
         circle = " → ".join(p.name for p in (*children, parent))
         raise _wrong(path, f"like: {like}: circular ({circle}); remove one of these like: lines")
+    if len(children) == LONGEST_CHAIN:
+        raise _wrong(
+            path, f"like: {like}: more than {LONGEST_CHAIN} recipes, each like the next; copy settings instead"
+        )
     return [*_chain(parent, children), file]
 
 
 def _parent(path: Path, like: str) -> Path:
     if like.endswith((".yaml", ".yml")):
         parent = path.parent / like
-        if not parent.is_file():
+        if not _is_file(parent):
             raise _wrong(path, f"like: {like}: no such file; a path is relative to the recipe's folder")
         return parent
     if like in names():
@@ -337,7 +352,12 @@ class _Loader(_SafeLoader):
 
 def _parse(path: Path) -> object:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise _wrong(path, f"it is larger than {LARGEST >> 10} kB; a recipe is a few lines of key: value")
+        text = data.decode("utf-8-sig")
+        _check_nesting(text)
         return cast(object, yaml.load(text, _Loader))
     except UnicodeDecodeError as error:
         raise _wrong(path, f"not UTF-8 (byte {error.start + 1}); save it as UTF-8 text") from None
@@ -349,6 +369,17 @@ def _parse(path: Path) -> object:
         raise _wrong(path, f"{line}{error.problem}{advice}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise _wrong(path, f"not YAML: {str(error).splitlines()[0]}; a recipe is lines of key: value") from None
+
+
+def _check_nesting(text: str) -> None:
+    """An error for what the loader would follow until the stack or memory is full; events come one by one."""
+    depth = aliases = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > DEEPEST or aliases > MOST_ALIASES:
+            problem = "too many brackets or indents inside each other" if depth > DEEPEST else "too many aliases (*)"
+            raise yaml.constructor.ConstructorError(None, None, f"{problem}; write it plainly", event.start_mark)
 
 
 class _Table(TypedDict, total=False):

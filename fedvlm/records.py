@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+import typing
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict, cast
+from functools import cache
+from pathlib import Path
+from typing import Literal, TypedDict, TypeVar, cast
 
 from fedvlm.errors import FedvlmError
 
 FORMAT = 2  # of run.json; 1 had no number and did not hold the code of users' own parts
+EXPORT_FORMAT = 2  # of config.json in an exported folder
+LARGEST = 64 << 20  # bytes of a record; a larger file is refused before it is read
 
 Number = float | None
 Value = int | float | str | bool | None | list["Value"]  # of a setting
@@ -33,6 +39,12 @@ class RoundRecord(TypedDict, total=False):
     round: int
     seconds: float
     void: str  # why the round changed nothing
+    unscored: str  # why the round has no scores
+    missing: list[str]  # clients that are not in the scores
+    offences: dict[str, str]  # clients whose answers were refused, and why
+    quarantined: list[str]  # clients that are no longer asked, after offences in three rounds
+    late: list[str]  # clients that did not answer in time
+    bounded: dict[str, float]  # clients whose update was shortened (bound=): its length, in medians of the round
     bytes_down: int
     bytes_up: int
     score_bytes_down: int
@@ -133,6 +145,9 @@ class Result:
     seconds: float
     unseen: list[str]
     gap_variance: Number = None  # mean over the second half of the rounds
+    void: int = 0  # rounds that left the shared model as it was
+    bounded: int = 0  # rounds in which an update was shortened (bound=)
+    quarantined: list[str] = field(default_factory=list)  # clients that offended and were no longer asked
 
     def at(self, select: Select) -> RoundRecord:
         return self.last if select == "last" else self.selected
@@ -185,9 +200,7 @@ class RunRecord:
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
         """Raises ValueError with a reason where the text is no record."""
-        raw = json.loads(text)
-        if not isinstance(raw, dict):
-            raise ValueError("not a mapping")
+        raw = parsed(text)
         if "format" not in raw and "config" in raw:
             try:
                 raw = from_first_format(raw)
@@ -195,18 +208,136 @@ class RunRecord:
                 raise ValueError(f"an entry of the first format is missing or wrong ({error})") from error
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')}, and this version of fedvlm reads {FORMAT}")
-        try:
-            parts = {k: PartRecord(**raw[k]) for k in ("adapter", "local", "merge", "engine")}
-            nested = {
-                "method": MethodRecord(**raw["method"]),
-                "data": DataRecord(**raw["data"]),
-                "backbone": BackboneRecord(**raw["backbone"]),
-                "metrics": [MetricRecord(**m) for m in raw["metrics"]],
-                "result": None if raw["result"] is None else Result(**raw["result"]),
-            }
-            return cls(**(raw | parts | nested))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"an entry is missing or unknown ({error})") from error
+        for key in ("engine", "metrics", "result"):  # always written, although they have defaults
+            if key not in raw:
+                raise ValueError(f"an entry is missing ({key})")
+        found = build(cls, raw)
+        for key, hint in (("seed", int), ("rounds", int), ("unseen", list[str]), ("protocol", str)):
+            _value(hint, found.config.get(key), f"config.{key}")
+        for metric in found.metrics:
+            if {"/", "\\", "\0"} & set(metric.name):  # it names a folder in code/
+                raise ValueError(f"a metric is called {metric.name!r:.80}")
+        return found
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """config.json of an exported folder: the adapter, and all that it knows of the task."""
+
+    adapter: PartRecord
+    classes: list[str]
+    nouns: list[str]
+    phrases: list[str]
+    dim: int
+    scale: float
+    backbone: BackboneRecord
+    whose: str  # "shared", or a client's name
+    method: MethodRecord
+    identity: str  # of the run
+    versions: dict[str, str]
+    format: int = EXPORT_FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ExportRecord:
+        """Raises ValueError with a reason where the text is no such record."""
+        raw = parsed(text)
+        if raw.get("format") != EXPORT_FORMAT:
+            raise ValueError(f"format {raw.get('format')}, and this version of fedvlm reads {EXPORT_FORMAT}")
+        found = build(cls, raw)
+        if found.dim < 0 or not 0 < found.scale < math.inf or not found.classes:
+            raise ValueError(f"dim={found.dim}, scale={found.scale}, {len(found.classes)} classes")
+        return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a record that others may have written; FileNotFoundError where it is no plain file, ValueError where it
+    is too large."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    with path.open("rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
+    return data.decode("utf-8")
+
+
+def parsed(text: str) -> dict[str, object]:
+    """A JSON object; ValueError for anything else."""
+    try:
+        raw = json.loads(text)
+    except RecursionError:
+        raise ValueError("too many brackets inside each other") from None
+    if not isinstance(raw, dict):
+        raise ValueError("not a mapping")
+    return raw
+
+
+Record = TypeVar("Record")
+
+
+def build(kind: type[Record], raw: object, where: str = "") -> Record:
+    """A dataclass from plain data; ValueError names an entry that is missing, unknown or of another type."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where.removesuffix('.')} is not a mapping")
+    hints = _hints(cast(type, kind))
+    required = {
+        f.name
+        for f in dataclasses.fields(cast(type, kind))
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    if odd := [*(required - raw.keys()), *(raw.keys() - hints.keys())]:
+        raise ValueError(f"an entry is missing or unknown ({where}{sorted(map(str, odd))[0]})")
+    return kind(**{k: _value(hints[k], v, f"{where}{k}") for k, v in raw.items()})
+
+
+@cache
+def _hints(kind: type) -> dict[str, object]:
+    return typing.get_type_hints(kind)
+
+
+def _value(hint: object, value: object, where: str) -> object:
+    """The value, with mappings as the dataclasses that the hint names."""
+    args = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return build(cast(type, hint), value, f"{where}.")
+    if args and dataclasses.is_dataclass(args[0]):  # list[MetricRecord], Result | None
+        if isinstance(value, list) and typing.get_origin(hint) is list:
+            return [build(cast(type, args[0]), v, f"{where}.") for v in value]
+        if typing.get_origin(hint) is not list:
+            return None if value is None else build(cast(type, args[0]), value, f"{where}.")
+    try:
+        fits = _test(hint)(value)
+    except RecursionError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{where} is {value!r:.80}, of a wrong type")
+    return value
+
+
+@cache
+def _test(hint: Hashable) -> Callable[[object], bool]:
+    """Whether plain data is of a type, as a function: records of many clients are read often."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and not typing.is_typeddict(hint) and not origin:
+        kinds = {int, float} if hint is float else {hint}
+        return lambda value: type(value) in kinds
+    if isinstance(hint, str | typing.ForwardRef):  # a Value inside a Value
+        return lambda value: _test(Value)(value)
+    tests = [_test(a) for a in args]
+    if origin is list:
+        return lambda value: type(value) is list and all(map(tests[0], value))
+    if origin is dict:
+        return lambda value: type(value) is dict and all(map(tests[1], value.values()))
+    if typing.is_typeddict(hint):  # entries that it does not name are notes of merges
+        known = {k: _test(h) for k, h in _hints(cast(type, hint)).items()}
+        needed = known.keys() & {"round"}
+        return lambda value: (
+            type(value) is dict and needed <= value.keys() and all(known[k](v) for k, v in value.items() if k in known)
+        )
+    return lambda value: any(test(value) for test in tests)
 
 
 def from_first_format(raw: dict[str, object]) -> dict[str, object]:

@@ -13,19 +13,21 @@ from safetensors.torch import save
 
 from fedvlm.adapters.base import HasDiagnostics
 from fedvlm.config import Setup
-from fedvlm.core import Cohort, Engine, Message, Params
+from fedvlm.core import Cohort, Engine, Message, Params, State
 from fedvlm.data.federation import Federation, federate
 from fedvlm.data.pool import Pool
 from fedvlm.engines.base import Job
-from fedvlm.errors import FedvlmError, NoQuorum
+from fedvlm.errors import FedvlmError, NoQuorum, VoidRound
 from fedvlm.evaluate.views import evaluate, selection
-from fedvlm.folder import RunFolder
+from fedvlm.folder import STATE, RunFolder
+from fedvlm.guard import Guard
 from fedvlm.method import Method
+from fedvlm.predictor import check_state
 from fedvlm.records import Result, RoundRecord
 from fedvlm.seeds import numpy_generator
 
 OnRound = Callable[[RoundRecord], None]
-MAX_VOID = 3  # rounds in a row without quorum that stop a run
+MAX_VOID = 3  # rounds in a row that change nothing and stop a run
 
 
 def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
@@ -53,10 +55,12 @@ def train(setup: Setup, pool: Pool, folder: Path, on_round: OnRound = lambda rec
         return run
     with run.locked():
         data = replace(federation.data, rounds=max(1, setup.config.rounds))
-        job = Job(setup, method, federation, data, run.folder, run.log, device_of(setup))
+        declared = np.diff(data.bounds, axis=1)
+        guard = Guard(method, federation.names, declared, data.extras, setup.config.bound, run.log)
+        job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup))
         engine: Engine = setup.engine_class().open(job)  # type: ignore[attr-defined]
         try:
-            play_rounds(setup, method, federation, engine, run, on_round)
+            play_rounds(setup, method, federation, engine, guard, run, on_round)
         finally:
             engine.close()
     return run
@@ -75,33 +79,50 @@ def device_of(setup: Setup) -> str:
 
 
 def play_rounds(
-    setup: Setup, method: Method, federation: Federation, engine: Engine, run: RunFolder, on_round: OnRound
+    setup: Setup,
+    method: Method,
+    federation: Federation,
+    engine: Engine,
+    guard: Guard,
+    run: RunFolder,
+    on_round: OnRound,
 ) -> None:
     config = setup.config
     everybody = np.arange(federation.scored)
-    state, start = run.load() or (method.init(len(federation.names)), -1)
+    first = method.init(len(federation.names))
+    state, start = first, -1
+    if saved := run.load():
+        state, start = saved
+        check_state(state, method, run.folder / STATE, first)
     run.rewind(start)
+    guard.restore(r.get("offences", {}) for r in run.rounds())
     void = 0
     last_round = config.rounds if method.trains else 0
     for round in range(start + 1, last_round + 1):
         began = time.perf_counter()
         record: RoundRecord = {"round": round, "bytes_down": 0, "bytes_up": 0}
         if round:
-            cohort = sample(setup, federation, engine, round)
+            cohort = sample(setup, federation, engine, guard, round)
             try:
-                state, void = method.round(state, cohort), 0
-            except NoQuorum as lack:  # an outage passes: the shared model stays as it is
+                state, void = usable(method.round(state, cohort), state), 0
+            except VoidRound as lack:  # an outage passes: the shared model stays as it is
                 void += 1
                 if void == MAX_VOID:
-                    raise NoQuorum(f"{void} rounds in a row without quorum; {lack}") from lack
+                    raise VoidRound(f"{void} rounds in a row changed nothing; {lack}") from lack
                 record["void"] = str(lack)
             record |= account(cohort, federation)
         if round == last_round or round % config.evaluate == 0:
-            check = Cohort(engine, everybody, round)
-            record |= evaluate(method, federation, check, state.message())
+            check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
+            try:
+                record |= evaluate(method, federation, check, state.message())
+            except NoQuorum as lack:
+                if round == last_round:
+                    raise NoQuorum(f"the last round cannot be scored; {lack}") from lack
+                record["unscored"] = str(lack)
             record |= {"score_bytes_down": check.bytes_down, "score_bytes_up": check.bytes_up}
         if round == last_round:
-            record |= diagnose(method, federation, engine, state.message(), round)
+            record |= diagnose(method, federation, engine, guard, state.message(), round)
+        record |= guard.end_round(round)
         record["seconds"] = six_digits(time.perf_counter() - began)
         run.append(record)
         run.save(state, round)
@@ -112,14 +133,24 @@ def play_rounds(
     run.finish(result(method, federation, run.rounds()))
 
 
-def sample(setup: Setup, federation: Federation, engine: Engine, round: int) -> Cohort:
+def usable(state: State, before: State) -> State:
+    """The new state, if its numbers are finite. In the server's own state NaN may mark what is not known yet."""
+    for name, value in (state.shared | state.task | state.server).items():
+        old = before.server.get(name) if name in state.server else None
+        unknown = old.isnan() if old is not None and old.shape == value.shape else torch.zeros_like(value) > 0
+        if not (value.isfinite() | (unknown & value.isnan())).all():
+            raise VoidRound(f"the merged {name} has numbers that are not finite; the model of the round before stays")
+    return state
+
+
+def sample(setup: Setup, federation: Federation, engine: Engine, guard: Guard, round: int) -> Cohort:
     """The clients of a round and, in a rehearsal of failures, those that will not answer."""
     config, able = setup.config, federation.seen
     draw = numpy_generator(config.seed, 31, round)
     size = max(1, int(np.ceil(config.participation * len(able))))
     ids = np.sort(draw.permutation(able)[:size])
     lost = frozenset(int(i) for i in ids[draw.random(len(ids)) < config.dropout])
-    return Cohort(engine, ids, round, config.quorum, config.rounds, len(able), lost)
+    return Cohort(engine, ids, round, config.quorum, config.rounds, len(able), lost, guard)
 
 
 def account(cohort: Cohort, federation: Federation) -> RoundRecord:
@@ -131,10 +162,12 @@ def account(cohort: Cohort, federation: Federation) -> RoundRecord:
     return notes | sizes  # type: ignore[return-value]
 
 
-def diagnose(method: Method, federation: Federation, engine: Engine, message: Message, round: int) -> RoundRecord:
+def diagnose(
+    method: Method, federation: Federation, engine: Engine, guard: Guard, message: Message, round: int
+) -> RoundRecord:
     if not isinstance(method.adapter, HasDiagnostics):
         return {}
-    reply = Cohort(engine, federation.seen, round).ask("diagnose", message)
+    reply = Cohort(engine, federation.seen, round, guard=guard).ask("diagnose", message)
     found = {
         k: {federation.names[i]: six_digits(float(x)) for i, x in zip(reply.ids, v, strict=True)}
         for k, v in reply.values.items()
@@ -151,7 +184,7 @@ def with_items(outputs: Params, federation: Federation) -> Params:
 def result(method: Method, federation: Federation, records: list[RoundRecord]) -> Result:
     """The last round, and the round chosen on validation; never the best on test."""
     scored = [r for r in records if "personal" in r]
-    chosen = max(scored, key=lambda r: (selection(r), -r["round"]))
+    chosen = max(scored, key=lambda r: (-len(r.get("missing", ())), selection(r), -r["round"]))
     spread = [r["gap_variance"] for r in records if "gap_variance" in r]
     return Result(
         last=scored[-1],
@@ -162,6 +195,9 @@ def result(method: Method, federation: Federation, records: list[RoundRecord]) -
         bytes_up=sum(r["bytes_up"] for r in records),
         seconds=six_digits(sum(r["seconds"] for r in records)),
         unseen=[federation.names[i] for i in federation.unseen],
+        void=sum("void" in r for r in records),
+        bounded=sum("bounded" in r for r in records),
+        quarantined=records[-1].get("quarantined", []),
     )
 
 

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it when it is first imported
 
-from helpers import CLASSES, STYLES  # after the variables above: it imports all of fedvlm
+from helpers import CLASSES, STYLES, InProcess  # after the variables above: it imports all of fedvlm
 
 from fedvlm.data.source import EMOJI
 
@@ -44,6 +44,13 @@ def images(tmp_path_factory) -> Path:
                     (root / name).parent.mkdir(parents=True, exist_ok=True)
                     (root / name).write_bytes(box.read(name))
     return root
+
+
+@pytest.fixture
+def bytes_only(monkeypatch) -> None:
+    """engine=loopback with its clients in this process: all goes through folders and bytes, without starting Python for
+    each client (test_engines.py does that)."""
+    monkeypatch.setattr("fedvlm.engines.loopback.Worker", InProcess)
 
 
 @pytest.fixture

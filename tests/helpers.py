@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from fedvlm import parts, recipe, train
@@ -28,7 +29,10 @@ from fedvlm.config import Setup, resolve
 from fedvlm.core import Cohort, Data, Message, Params, Reply, State, is_running_statistic
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import Item, Source
+from fedvlm.engines import wire
+from fedvlm.engines.loopback import Inbox
 from fedvlm.engines.stacked import Stacked
+from fedvlm.engines.worker import Client
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.local.base import Local
@@ -370,6 +374,29 @@ def train_small(images: Path, folder: Path, method: str = "fedot", **keys: Any) 
     """A run of three rounds on the fixture `images`."""
     setup = small_setup(images, method, **keys)
     return train.train(setup, Pools().load(setup), folder)
+
+
+class InProcess:
+    """A client of the loopback engine that is built from its folder and answers in bytes, in this process."""
+
+    def __init__(self, client: int, folder: Path, inbox: Inbox):
+        self.client, self.inbox, self.limit, self.alive = client, inbox, 0, True
+        self.serves = Client(folder)
+
+    def post(self, frame: bytes) -> None:
+        answer = self.serves.answer(*wire.unpack(frame))
+        assert len(answer) <= self.limit
+        self.inbox.put((self.client, answer))
+
+    def stop(self) -> None:
+        self.alive = False
+
+    kill = stop
+
+
+def state_of(folder: Path) -> dict[str, bytes]:
+    """The bits of the saved state; the file's checksum depends on the run's settings, such as the engine."""
+    return {k: v.numpy().tobytes() for k, v in load_file(folder / "state.safetensors").items()}
 
 
 def scores(run: RunFolder) -> list[dict[str, Any]]:

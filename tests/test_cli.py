@@ -194,7 +194,7 @@ def encode(images):
         (["run", "fedot", "data={images}", "backbone=nowhere"], "no such folder"),
         (["run", "centralised", "data={images}", "adapter=rotation"], "nothing can be private"),
         (["run", "fedavg", "data={images}", "unseen=noto,twemoji,openmoji"], "nobody is left"),
-        (["run", "fedavg", "data={images}", "clients=0", "partition=iid"], "at least 1"),
+        (["run", "fedavg", "data={images}", "clients=0", "partition=iid"], "between 1 and"),
         (["run", "fedavg", "data={images}/noto", "protocol=leave-one-domain-out"], "three domains"),
         (["bench", "rounds=1"], "at least one method"),
         (["compare", "/not/there"], "no such run"),

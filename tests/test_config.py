@@ -63,14 +63,14 @@ def test_false_means_false(word, value):
         ({"lr": "-1"}, "above 0"),
         ({"rounds": "2.5"}, "whole number"),
         ({"rounds": "-1"}, "at least 0"),
-        ({"batch": "0"}, "at least 1"),
+        ({"batch": "0"}, "between 1 and"),
         ({"engine": "stackd"}, "did you mean stacked?"),
         ({"cosine": "maybe"}, "true or false"),
         ({"adapter": "rotate"}, "did you mean rotation?"),
         ({"adapter": "nowhere.py"}, "no such file"),
-        ({"participation": "0"}, "between 0 and 1"),
+        ({"participation": "0"}, "above 0 and at most 1"),
         ({"quorum": "2"}, "between 0 and 1"),
-        ({"seed": "-1"}, "must be between"),
+        ({"seed": "-1"}, "expected a whole number between 0 and"),
         ({"betas": "0.9"}, "expected 2 values"),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_users_recipe_can_ask_for_the_papers_settings(tmp_path):
 
 def test_a_value_out_of_range_names_its_file(tmp_path):
     (tmp_path / "mine.yaml").write_text("like: fedot\nsettings: {lr: -1}\n")
-    with pytest.raises(FedvlmError, match=r"mine\.yaml.*lr=-1 must be above 0"):
+    with pytest.raises(FedvlmError, match=r"mine\.yaml.*lr=-1: expected a number above 0"):
         resolve(str(tmp_path / "mine.yaml"), {})
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fedvlm.config import Layout
 from fedvlm.core import SPLITS
-from fedvlm.data import partition, source
+from fedvlm.data import images, partition
 from fedvlm.data.federation import Federation, federate, table
 from fedvlm.data.pool import Pool, image_pool
 from fedvlm.data.source import NO_DOMAIN, Item, decode, open_source
@@ -627,12 +627,12 @@ def test_every_broken_file_is_named_twins_too(tmp_path):
 def test_an_image_too_large_is_refused_unseen(tmp_path, monkeypatch):
     root = grow(tmp_path / "pets", cat=3, dog=3)
     Image.new("RGB", (30, 20)).save(root / "cat" / "huge.png")
-    monkeypatch.setattr(source, "PIXELS", 599)
+    monkeypatch.setattr(images, "PIXELS", 599)
     found = image_pool(open_source(str(root)), Colours(), "{}")
     assert found.skipped == {"cat/huge.png": "30×20 pixels, more than 599"}
     with pytest.raises(FedvlmError, match=r"cat/huge.png: 30×20 pixels, more than 599; .*broken=skip"):
         image_pool(open_source(str(root)), Colours(), "{}", broken="refuse")
-    monkeypatch.setattr(source, "PIXELS", 600)
+    monkeypatch.setattr(images, "PIXELS", 600)
     assert image_pool(open_source(str(root)), Colours(), "{}").skipped == {}
 
 

@@ -155,7 +155,7 @@ def outsiders(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fedot", "fedclip", "zero-shot"])
-def test_a_run_records_detection(name, images, outsiders, tmp_path):
+def test_a_run_records_detection(name, images, outsiders, tmp_path, bytes_only):
     """Compared with scikit-learn on the logits that the run saved, client by client, for all engines."""
     metrics = pytest.importorskip("sklearn.metrics")
     given = {"data": str(images), "outsiders": str(outsiders), "rounds": 2, "unseen": "noto"}

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from helpers import layered, random_task, tiny_clip
+from helpers import layered, random_task, state_of, tiny_clip
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -316,13 +316,11 @@ def test_the_phrases_of_all_classes_are_needed(task, kind):
     assert Lora(towers="image").init(task[0]._replace(phrases=()), 1), "clients of a text server read none"
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"), [("fedlora", "serial"), ("pfedmma", "serial"), ("feddtl", "serial"), ("feddtl", "loopback")]
-)
-def test_any_template_starts_zero_shot(method, engine, images, tmp_path):
+@pytest.mark.parametrize("method", ["fedlora", "pfedmma", "feddtl"])
+def test_any_template_starts_zero_shot(method, images, tmp_path):
     given = {"data": str(images), "template": "{}, as if drawn", "rounds": 0, "protocol": "base-to-novel"}
     found = []
-    for name, more in (("zero-shot", {}), (method, {"layers": 1, "engine": engine})):
+    for name, more in (("zero-shot", {}), (method, {"layers": 1, "engine": "serial"})):
         setup = resolve(name, given | more)
         found.append(train.train(setup, Pools().load(setup), tmp_path / name).record.finished.last)
     assert all(found[0][k] == pytest.approx(found[1][k], abs=0.02) for k in ("local", "base", "novel"))
@@ -332,8 +330,6 @@ def test_any_template_starts_zero_shot(method, engine, images, tmp_path):
 def test_lora_needs_two_towers(task):
     with pytest.raises(FedvlmError, match="two towers"):
         Lora().init(task[0]._replace(tower=None), 1)
-    with pytest.raises(FedvlmError, match="rank=0"):
-        Lora(rank=0)
     with pytest.raises(FedvlmError, match="layers=3: the image tower has 2"):
         Lora(layers=3).init(task[0], 1)
 
@@ -463,8 +459,6 @@ def test_crossed_prompts_are_the_shared_ones_until_a_client_has_its_own(task):
             added = sum(w * (out @ (value @ one)) for w, one in zip(weights, shared, strict=True))
             expected[i] = (shared[i] + mine) / 2 + added
         assert far(adapter.fused(moved, prompt)[0, 0], expected) < 1e-12
-    with pytest.raises(FedvlmError, match="tokens=0"):
-        Crossed(tokens=0)
     with pytest.raises(FedvlmError, match="has 4 words"):
         Crossed(context=5).init(about, 1)
 
@@ -514,19 +508,18 @@ def test_a_run_from_images_to_predictions(method, images, tmp_path, capsys):
     capsys.readouterr()
     shown = sorted(str(p) for p in (images / "noto" / "bird").iterdir())[:2]
     assert main(["predict", str(out), *shown]) == 0
-    told = capsys.readouterr().out
+    told = capsys.readouterr().out.partition("image ")[2]  # without lines of progress, where it is slow
     assert main(["export", str(out), "--out", str(tmp_path / "model")]) == 0
     capsys.readouterr()
     assert main(["predict", str(tmp_path / "model"), *shown]) == 0
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().out.partition("image ")[2] == told
 
 
-def test_clients_in_processes_of_their_own_agree(images, tmp_path):
+def test_clients_apart_agree(images, tmp_path, bytes_only):
     words = [f"data={images}", "unseen=noto", "rounds=1", "epochs=1", "shots=1", "layers=1"]
     for engine in ("serial", "loopback"):
         assert main(["run", "fedlora", *words, f"engine={engine}", f"out={tmp_path / engine}"]) == 0
-    one, other = ((tmp_path / e / "state.safetensors").read_bytes() for e in ("serial", "loopback"))
-    assert one == other
+    assert state_of(tmp_path / "serial") == state_of(tmp_path / "loopback")
 
 
 @pytest.mark.parametrize("kind", [Lora, Visual, Maple, Mma, Crossed])

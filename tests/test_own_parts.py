@@ -219,16 +219,14 @@ def test_all_of_them_together_in_several_processes_and_elsewhere(ideas, images, 
 
 def cut_after(run: RunFolder, round: int) -> None:
     """The folder as it was when the process died after this round."""
-    from safetensors.torch import save_file
-
     record = json.loads((run.folder / "run.json").read_text())
     (run.folder / "run.json").write_text(json.dumps(record | {"result": None}))
     again = fedvlm.run(
         "fedavg", **{k: v for k, v in record["given"].items() if k not in ("out", "rounds")}, rounds=round,
         out=str(run.folder.parent / "short"),
     )  # fmt: skip
-    state = load_file(again.folder / "state.safetensors")
-    save_file(state, run.folder / "state.safetensors", {"round": str(round)})
+    state, _ = again.files.load()
+    run.save(state, round)
 
 
 def test_metrics_that_are_no_means_are_right(ideas, images, tmp_path):

@@ -109,8 +109,6 @@ def test_transport_is_one_problem_an_image_and_class_however_many_at_a_time(doub
     monkeypatch.setattr(transported, "CHUNK", 1)
     torch.testing.assert_close(adapter.logits(task, params, x), found)
     assert adapter.shared_only(params)["own"] is params["context"]
-    with pytest.raises(FedvlmError, match=r"mass=1\.5"):
-        Transported(mass=1.5)
 
 
 def test_a_patch_that_fits_no_prompt_does_not_count(double):
@@ -172,8 +170,6 @@ def test_background_loss_by_brute_force(double):
             each = cross[-1] - 0.7 * (np.mean(mine) if mine else 0)
             assert adapter.losses(logits, y)[k, n].item() == pytest.approx(each)
         assert found[k].item() == pytest.approx(np.mean(cross) - 0.7 * np.mean(entropies))
-    with pytest.raises(FedvlmError, match="rank=-1"):
-        Background(rank=-1)
 
 
 def test_gl_mcm_adds_the_surest_patch(double):
@@ -252,8 +248,6 @@ def test_what_is_dropped_learns_nothing_and_losses_add_up(double):
     torch.testing.assert_close(adapter.losses(logits, batch.y)[:, 0], loss)
     (slope,) = torch.autograd.grad(loss, params["context"])
     assert torch.equal(slope[0].flatten(1).norm(dim=1) > 0, adapter.prompt_weights(batch)[0] > 0)
-    with pytest.raises(FedvlmError, match="drop=2"):
-        Gallop(drop=2)
 
 
 # CoCoOp

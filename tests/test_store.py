@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import time
@@ -214,28 +213,6 @@ def test_temporary_files_are_never_read_and_old_ones_are_pruned(source, cache):
     os.utime(part, (time.time() - 7200,) * 2)
     assert prune(older_than_days=1) == [] and not part.exists()
     assert len(segments(cache)) == 3
-
-
-@pytest.mark.parametrize("failing", ["write_bytes", "rename"])
-def test_a_full_disk_is_an_error_that_damages_nothing(source, cache, monkeypatch, failing):
-    real, calls = getattr(Path, failing), []
-
-    def fails_on_the_second(path: Path, argument):
-        calls.append(path)
-        if len(calls) < 2:
-            return real(path, argument)
-        if failing == "write_bytes":
-            real(path, argument[:50])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, failing, fails_on_the_second)
-        with pytest.raises(FedvlmError, match=r"No space left.*fedvlm cache --prune.*FEDVLM_CACHE"):
-            features(source, Colours())
-    assert len(segments(cache)) == 1 and not list(cache.rglob("*.part"))
-    model = Colours()
-    assert torch.equal(features(source, model)[0], expected(source))
-    assert sum(model.batches) == 22 - 8
 
 
 def test_a_cache_path_that_is_a_file_is_an_error(source, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import example, random_data, random_task, same, small_adapter
+from helpers import example, random_data, random_task, same, small_adapter, state_of
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -363,8 +363,8 @@ def test_data_and_adapter_must_fit(tmp_path, images):
         ("fedavg", "tower", {"batch": 8}),
     ],
 )
-def test_a_run_in_processes_is_the_run_in_one(method, on, more, tmp_path, images):
-    """Whole networks through bytes: the same state, to the bit."""
+def test_a_run_through_bytes_is_the_run_in_one(method, on, more, tmp_path, images, bytes_only):
+    """Whole networks: the same state, to the bit."""
     data = images
     if on == "unet":
         data = write_masks(tmp_path / "m")
@@ -375,7 +375,7 @@ def test_a_run_in_processes_is_the_run_in_one(method, on, more, tmp_path, images
     states = []
     for engine in ("serial", "loopback"):
         run = run_of(tmp_path / engine, method, **({"rounds": 2} | more), on=on, data=str(data), engine=engine)
-        states.append((run.folder / "state.safetensors").read_bytes())
+        states.append(state_of(run.folder))
         assert (run.record.finished.last["P"] is None) == (on == "tower")
     assert states[0] == states[1]
     assert run.record.data.metric == ("Dice" if on == "unet" else "accuracy")

@@ -20,23 +20,20 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Limits, Task, class_vectors
 from fedvlm.adapters.prompt import Prompt
-from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.core import Batch, Params
+from fedvlm.keys import NotNegative, Whole
 from fedvlm.metrics.detection import scores_of
 from fedvlm.tasks import Objective
 
 
 @dataclass(frozen=True)
 class Background(Prompt):
-    entropy: float = 0.25  # λ, weight of the background's entropy in the loss; 0: none
-    rank: int = 0  # a patch whose true class ranks below this is background; 0: a fifth of the classes
+    entropy: NotNegative = 0.25  # λ, weight of the background's entropy in the loss; 0: none
+    rank: Whole = 0  # a patch whose true class ranks below this is background; 0: a fifth of the classes
     patchwise: bool = False  # detect outsiders by GL-MCM (image and patches); false: by MCM (image only)
 
     view: ClassVar[str] = "patches"
     limits: ClassVar[Limits] = Limits(examples=512, clients=8, gpu=True)
-
-    def __post_init__(self) -> None:
-        if self.rank < 0 or self.entropy < 0:
-            raise FedvlmError(f"rank={self.rank} and entropy={self.entropy:g} must not be negative")
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x[:, :, 0].to(params["context"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -87,6 +88,10 @@ class Adapter:
     limits: ClassVar[Limits] = Limits()
     alignment: ClassVar[Literal["images", "classes"]] = "images"  # what CORAL compares: image features or class vectors
     open_vocabulary: ClassVar[bool] = False  # whether `logits` works for classes without training data, by their names
+
+    def incompatible(self, shape: Sequence[int]) -> str:
+        """Why it cannot be used with examples of this shape; "" where it can."""
+        return ""
 
     def init(self, task: Task, seed: int) -> Params:
         return {}

@@ -26,7 +26,8 @@ from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, towers_of
 from fedvlm.adapters.maple import initial_context
 from fedvlm.adapters.prompt import plan
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import Params
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 
 PROMPTS = ("context", "tokens")
@@ -37,14 +38,10 @@ PRIVATE = tuple(f"own.{p}" for p in PROMPTS) + tuple(f"fuse.{p}.{part}" for p in
 @dataclass(frozen=True)
 class Crossed(Layered):
     private: tuple[str, ...] = PRIVATE
-    context: int = 4  # n, learned vectors before a class name
-    tokens: int = 4  # m, learned tokens beside the image's patches
-    size: int = 32  # width of the fusion's queries, keys and values
+    context: Count = 4  # n, learned vectors before a class name
+    tokens: Count = 4  # m, learned tokens beside the image's patches
+    size: Count = 32  # width of the fusion's queries, keys and values
     phrase: str = "a photo of a"  # words that the context starts from; "": noise
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.size) < 1:
-            raise FedvlmError(f"tokens={self.tokens} and size={self.size} must be at least 1")
 
     def init(self, task: Task, seed: int) -> Params:
         text_tower, image_layers = towers_of(task).text, towers_of(task).image.last(self.layers)

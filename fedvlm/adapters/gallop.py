@@ -24,28 +24,21 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import TEXT_FEATURES, Limits, Task
 from fedvlm.adapters.prompt import Prompt
-from fedvlm.core import Batch, FedvlmError, Params, linear
+from fedvlm.core import Batch, Params, linear
+from fedvlm.keys import Count, Share, Whole
 from fedvlm.seeds import generator, key
 from fedvlm.tasks import Objective
 
 
 @dataclass(frozen=True)
 class Gallop(Prompt):
-    global_prompts: int = 4  # n, global prompts
-    local_prompts: int = 4  # m, local prompts; 0: none
-    patches: int = 5  # k, patches that the first local prompt is compared with; 2k for the second, and so on
-    drop: float = 0.75  # share of the global prompts that are dropped per image in training; 0: none
+    global_prompts: Count = 4  # n, global prompts
+    local_prompts: Whole = 4  # m, local prompts; 0: none
+    patches: Count = 5  # k, patches that the first local prompt is compared with; 2k for the second, and so on
+    drop: Share = 0.75  # share of the global prompts that are dropped per image in training; 0: none
 
     view: ClassVar[str] = "patches"
     limits: ClassVar[Limits] = Limits(examples=512, clients=2, gpu=True)  # eight prompts per class
-
-    def __post_init__(self) -> None:
-        if self.global_prompts < 1 or self.local_prompts < 0 or self.patches < 1 or not 0 <= self.drop <= 1:
-            raise FedvlmError(
-                f"global_prompts={self.global_prompts} and patches={self.patches} must be at least 1, "
-                f"local_prompts={self.local_prompts} at least 0, "
-                f"drop={self.drop:g} between 0 and 1"
-            )
 
     def init(self, task: Task, seed: int) -> Params:
         def contexts(first: int, count: int) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fedvlm.adapters.base import TEXT_FEATURES, Task
 from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.keys import Count, NotNegative, Whole
 from fedvlm.metrics.detection import scores_of
 from fedvlm.seeds import generator, key
 from fedvlm.tasks import Objective
@@ -29,13 +30,9 @@ from fedvlm.tasks import Objective
 
 @dataclass(frozen=True)
 class Lapt(Prompt):
-    mixing: float = 1.0  # weight of the loss on image-text mixtures; 0: images only
-    count: int = 100  # U, negative labels
-    candidates: int = 0  # WordNet nouns, evenly spaced, from which negative labels are chosen; 0: all
-
-    def __post_init__(self) -> None:
-        if self.count < 1 or self.mixing < 0:
-            raise FedvlmError(f"count={self.count} must be at least 1, mixing={self.mixing:g} not negative")
+    mixing: NotNegative = 1.0  # weight of the loss on image-text mixtures; 0: images only
+    count: Count = 100  # U, negative labels
+    candidates: Whole = 0  # WordNet nouns, evenly spaced, from which negative labels are chosen; 0: all
 
     def init(self, task: Task, seed: int) -> Params:
         if len(task.nouns) < self.count:

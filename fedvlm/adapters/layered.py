@@ -17,13 +17,14 @@ from fedvlm.adapters.base import TEXT_FEATURES, Adapter, Limits, Task, class_vec
 from fedvlm.backbones.text import LowerActivations, PromptPlan, TextTower
 from fedvlm.backbones.vision import Towers
 from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.keys import Whole
 
 Precision = Literal["full", "half"]
 
 
 @dataclass(frozen=True)
 class Layered(Adapter):
-    layers: int = 0  # the last layers of the image tower, which run in every step (those below are stored); 0: all
+    layers: Whole = 0  # the last layers of the image tower, which run in every step (those below are stored); 0: all
     precision: Precision = "full"  # half: bfloat16 in the frozen towers; trained parameters stay float32
 
     requires: ClassVar[str] = "both towers"

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, dtype_of, encode_lower_layers, require_phrases, towers_of
 from fedvlm.core import FedvlmError, Params
+from fedvlm.keys import Count, Whole
 from fedvlm.seeds import generator
 
 Projection = Literal["q", "k", "v", "out"]
@@ -30,15 +31,15 @@ Projection = Literal["q", "k", "v", "out"]
 
 @dataclass(frozen=True)
 class Lora(Layered):
-    rank: int = 4  # of B A
-    layers: int = 2  # the last layers of each tower, which are trained; 0: all
+    rank: Count = 4  # of B A
+    layers: Whole = 2  # the last layers of each tower, which are trained; 0: all
     projections: tuple[Projection, ...] = ("q", "k", "v")  # of attention that are changed: q, k, v, out
     scale: float = 1.0  # factor of B A
     towers: Literal["both", "image", "text"] = "both"  # which towers are trained
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not self.projections:
-            raise FedvlmError(f"rank={self.rank} must be at least 1, and projections= one or more of q, k, v, out")
+        if not self.projections:
+            raise FedvlmError("projections= must be one or more of q, k, v, out")
 
     @property
     def view(self) -> str:  # type: ignore[override]

@@ -14,13 +14,14 @@ from torch import Tensor
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.prompt import Prompt
 from fedvlm.core import Params
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 
 
 @dataclass(frozen=True)
 class LowRank(Prompt):
     private: tuple[str, ...] = ("left", "right")
-    bottleneck: int = 4  # b, rank of the private change
+    bottleneck: Count = 4  # b, rank of the private change
 
     def init(self, task: Task, seed: int) -> Params:
         shared = super().init(task, seed)["context"]

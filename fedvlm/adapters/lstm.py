@@ -17,15 +17,16 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Limits, Task
 from fedvlm.core import Params
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 from fedvlm.tasks import NEXT_CHARACTER, TaskType
 
 
 @dataclass(frozen=True)
 class Lstm(Adapter):
-    embed: int = 8  # length of a character's embedding
-    hidden: int = 256  # size of a layer's state
-    layers: int = 2  # LSTM layers
+    embed: Count = 8  # length of a character's embedding
+    hidden: Count = 256  # size of a layer's state
+    layers: Count = 2  # LSTM layers
 
     task_type: ClassVar[TaskType] = NEXT_CHARACTER
     view: ClassVar[str] = "text"

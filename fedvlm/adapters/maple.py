@@ -24,13 +24,14 @@ from fedvlm.adapters.layered import Layered, towers_of
 from fedvlm.adapters.prompt import plan
 from fedvlm.backbones.text import TextTower
 from fedvlm.core import FedvlmError, Params
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 
 
 @dataclass(frozen=True)
 class Maple(Layered):
-    context: int = 2  # n, learned vectors before a class name
-    depth: int = 3  # layers of each tower that have their own vectors
+    context: Count = 2  # n, learned vectors before a class name
+    depth: Count = 3  # layers of each tower that have their own vectors
     phrase: str = "a photo of a"  # words that the context starts from; "": noise
 
     def init(self, task: Task, seed: int) -> Params:

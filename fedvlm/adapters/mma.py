@@ -23,6 +23,7 @@ from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, dtype_of, encode_lower_layers, require_phrases, towers_of
 from fedvlm.backbones.layers import Beside
 from fedvlm.core import Params, linear
+from fedvlm.keys import Count, Whole
 from fedvlm.seeds import generator
 
 PRIVATE = tuple(
@@ -33,8 +34,8 @@ PRIVATE = tuple(
 @dataclass(frozen=True)
 class Mma(Layered):
     private: tuple[str, ...] = PRIVATE
-    size: int = 32  # width of the middle layer
-    layers: int = 2  # the last layers of each tower, which have an adapter; 0: all (of towers of equal depth)
+    size: Count = 32  # width of the middle layer
+    layers: Whole = 2  # the last layers of each tower, which have an adapter; 0: all (of towers of equal depth)
     scale: float = 1.0  # factor of an adapter's output
 
     def init(self, task: Task, seed: int) -> Params:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedvlm.adapters.base import TEXT_FEATURES, Task
 from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.keys import Count, Share, Whole
 from fedvlm.metrics.detection import mcm, scores_of
 from fedvlm.tasks import Objective
 
@@ -25,15 +26,9 @@ from fedvlm.tasks import Objective
 class Outsiders(Prompt):
     private: tuple[str, ...] = ("own",)
     specific: bool = True  # each class has its own context; false: one context for all classes
-    fusion: float = 0.2  # ρ, share of the global context in a class's prompt; the rest is the private one
-    count: int = 100  # U, outsider prompts
-    candidates: int = 0  # WordNet nouns, evenly spaced, from which outsiders are chosen; 0: all
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.fusion <= 1:
-            raise FedvlmError(f"fusion={self.fusion:g} must be between 0 and 1")
-        if self.count < 1:
-            raise FedvlmError(f"count={self.count}: at least one outsider prompt; without any, use adapter=portfolio")
+    fusion: Share = 0.2  # ρ, share of the global context in a class's prompt; the rest is the private one
+    count: Count = 100  # U, outsider prompts
+    candidates: Whole = 0  # WordNet nouns, evenly spaced, from which outsiders are chosen; 0: all
 
     def init(self, task: Task, seed: int) -> Params:
         if len(task.nouns) < self.count:

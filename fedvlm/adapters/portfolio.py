@@ -13,17 +13,14 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.prompt import Prompt
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import Params
+from fedvlm.keys import Share
 
 
 @dataclass(frozen=True)
 class Portfolio(Prompt):
     private: tuple[str, ...] = ("own",)
-    share: float = 0.4  # θ, weight of the private context in a class vector; 0: the shared one only
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise FedvlmError(f"share={self.share:g} must be between 0 and 1")
+    share: Share = 0.4  # θ, weight of the private context in a class vector; 0: the shared one only
 
     def init(self, task: Task, seed: int) -> Params:
         context = super().init(task, seed)["context"]

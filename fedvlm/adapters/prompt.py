@@ -17,12 +17,13 @@ from torch import Tensor
 from fedvlm.adapters.base import TEXT_FEATURES, Adapter, Limits, Task, class_vectors
 from fedvlm.backbones.text import PromptPlan, TextTower
 from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 
 
 @dataclass(frozen=True)
 class Prompt(Adapter):
-    context: int = 16  # n, learned vectors before a class name; with phrase= as many as it has tokens
+    context: Count = 16  # n, learned vectors before a class name; with phrase= as many as it has tokens
     position: Literal["end", "middle"] = "end"  # of the class name: after the context, or between its halves
     specific: bool = False  # each class has its own context; false: one context for all classes
     phrase: str = ""  # words that the context starts from; "": noise

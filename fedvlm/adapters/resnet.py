@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.network import Network, Norm, pixels_to_float
 from fedvlm.core import FedvlmError, Params
+from fedvlm.keys import Count
 
 BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 SMALL_IMAGE = 96  # pixels; up to this width the first layers keep the resolution
@@ -28,7 +29,7 @@ SMALL_IMAGE = 96  # pixels; up to this width the first layers keep the resolutio
 @dataclass(frozen=True)
 class ResNet(Network):
     depth: Literal[10, 18, 34, 50] = 18  # layers: ResNet-10, -18, -34 or -50
-    width: int = 64  # channels of the first stage
+    width: Count = 64  # channels of the first stage
     start: str = ""  # a .safetensors file of pre-trained parameters; "": random
 
     view: ClassVar[str] = "pixels"

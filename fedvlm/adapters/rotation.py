@@ -13,13 +13,14 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task, initial_classifier
 from fedvlm.core import FedvlmError, Params, linear
+from fedvlm.keys import Count
 
 
 @dataclass(frozen=True)
 class Rotation(Adapter):
     private: tuple[str, ...] = ("skew",)
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
-    blocks: int = 1  # diagonal blocks of the map; 1: a dense map
+    blocks: Count = 1  # diagonal blocks of the map; 1: a dense map
 
     diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
 

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import TEXT_FEATURES, Limits, Task
 from fedvlm.adapters.prompt import Prompt
-from fedvlm.core import Batch, FedvlmError, Params
+from fedvlm.core import Batch, Params
+from fedvlm.keys import Count, Positive, PositiveShare
 from fedvlm.seeds import key
 from fedvlm.transport import unbalanced
 
@@ -30,18 +31,12 @@ CHUNK = 1 << 23  # cosines at a time: 32 MB in float32, and about six times that
 @dataclass(frozen=True)
 class Transported(Prompt):
     private: tuple[str, ...] = ("own",)
-    mass: float = 0.8  # γ, share of the image that is matched with prompts; 1: all of it
-    epsilon: float = 0.1  # ε, weight of the plan's entropy; larger spreads a patch over both prompts
-    iterations: int = 100  # largest number of iterations to compute a plan
+    mass: PositiveShare = 0.8  # γ, share of the image that is matched with prompts; 1: all of it
+    epsilon: Positive = 0.1  # ε, weight of the plan's entropy; larger spreads a patch over both prompts
+    iterations: Count = 100  # largest number of iterations to compute a plan
 
     view: ClassVar[str] = "patches"
     limits: ClassVar[Limits] = Limits(examples=512, clients=8, gpu=True)
-
-    def __post_init__(self) -> None:
-        if not (0 < self.mass <= 1 and self.epsilon > 0 and self.iterations > 0):
-            raise FedvlmError(
-                f"mass={self.mass:g} must be in (0, 1], epsilon={self.epsilon:g} and iterations={self.iterations} above 0"
-            )
 
     def init(self, task: Task, seed: int) -> Params:
         return super().init(task, seed) | {"own": super().init(task, key(seed, 53))["context"]}

@@ -7,6 +7,7 @@ features are the means of the deepest activations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,18 +17,26 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import Limits, Task
 from fedvlm.adapters.network import Network, Norm, pixels_to_float
+from fedvlm.keys import Count, Whole
 from fedvlm.tasks import SEGMENTATION, TaskType
 
 
 @dataclass(frozen=True)
 class UNet(Network):
-    width: int = 16  # channels at full resolution; doubled at each halving
-    levels: int = 4  # halvings of the resolution
+    width: Count = 16  # channels at full resolution; doubled at each halving
+    levels: Whole = 4  # halvings of the resolution
     norm: Literal["instance", "batch"] = "instance"  # instance: statistics of each image; batch: of the batch
 
     task_type: ClassVar[TaskType] = SEGMENTATION
     view: ClassVar[str] = "pixels"
     limits: ClassVar[Limits] = Limits(examples=8, clients=1, gpu=True)
+
+    def incompatible(self, shape: Sequence[int]) -> str:
+        least = 2 if self.norm == "instance" else 1  # one pixel alone has no variance
+        size = min(shape[-2:])
+        if size >> self.levels >= least:
+            return ""
+        return f"levels={self.levels} halvings of {size} pixels leave less than {least}; lower levels=, or use larger images"
 
     def build(self, task: Task) -> nn.Module:
         return EncoderDecoder(self.width, self.levels, Norm if self.norm == "batch" else InstanceNorm)

@@ -20,18 +20,15 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, towers_of
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import Params
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 
 
 @dataclass(frozen=True)
 class Visual(Layered):
-    tokens: int = 8  # learned tokens beside the image's patches
+    tokens: Count = 8  # learned tokens beside the image's patches
     deep: bool = False  # new tokens at each layer; false: at the first only
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise FedvlmError(f"tokens={self.tokens} must be at least 1; for none, use the recipe zero-shot")
 
     def init(self, task: Task, seed: int) -> Params:
         task.names()

@@ -1,49 +1,70 @@
 """Frozen encoders behind one protocol (`base.Backbone`). The form of the name decides which kind is loaded."""
 
+import re
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from fedvlm.backbones.base import Backbone
-from fedvlm.errors import FedvlmError
 
 ASSETS = Path(__file__).parent / "assets"
+BUNDLED = "mini-clip"
 GROUP = "fedvlm.backbones"  # entry points of other packages: NAME → a function from "NAME:rest" to a Backbone
+HUB = re.compile(r"[\w-][\w.-]{,95}/[\w-][\w.-]{,95}")  # owner/model
+Form = Literal["object", "installed", "onnx", "http", "pixels", "python", "bundled", "hub", "folder"]
+
+
+def installed() -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=GROUP)}
+
+
+def form_of(name: str) -> Form:
+    """What `load` takes a name for. Nothing is loaded."""
+    if name.startswith("object:"):
+        return "object"
+    if name.partition(":")[0] in installed():
+        return "installed"
+    if name.startswith("onnx:") or name.endswith(".onnx"):
+        return "onnx"
+    if name.startswith(("http://", "https://")):
+        return "http"
+    if name.startswith("pixels:"):
+        return "pixels"
+    if name.startswith("python:"):
+        return "python"
+    if name == BUNDLED:
+        return "bundled"
+    return "hub" if HUB.fullmatch(name) and not Path(name).is_dir() else "folder"
 
 
 def load(name: str) -> Backbone:
     """mini-clip · a folder or hub name in Hugging Face format · onnx:FILE · http(s)://… · python:module:function ·
     pixels:SIZE · NAME or NAME:rest of an installed package."""
-    if name.startswith("object:"):
+    form = form_of(name)
+    if form == "object":
         from fedvlm.backbones import objects
 
         return objects.load(name)
-    installed = {e.name: e for e in entry_points(group=GROUP)}
-    if name.partition(":")[0] in installed:
-        return cast(Callable[[str], Backbone], installed[name.partition(":")[0]].load())(name)
-    if name.startswith("onnx:") or name.endswith(".onnx"):
+    if form == "installed":
+        return cast(Callable[[str], Backbone], installed()[name.partition(":")[0]].load())(name)
+    if form == "onnx":
         from fedvlm.backbones.onnx import Onnx
 
         return Onnx(Path(name.removeprefix("onnx:")))
-    if name.startswith(("http://", "https://")):
+    if form == "http":
         from fedvlm.backbones.http import Endpoint
 
         return Endpoint(name)
-    if name.startswith("pixels:"):
+    if form == "pixels":
         from fedvlm.backbones.pixels import Pixels
 
         return Pixels(name, name.removeprefix("pixels:"))
-    if name.startswith("python:"):
+    if form == "python":
         from fedvlm.backbones.callable import PythonFunction
 
         return PythonFunction(name.removeprefix("python:"))
     from fedvlm.backbones.hf import Clip, Vision, folder_of, read_config
 
-    if not Path(name).expanduser().is_dir() and name != "mini-clip" and name.count("/") != 1:
-        raise FedvlmError(
-            f"backbone={name}: no such folder; give mini-clip, a folder in Hugging Face format, a hub name "
-            "(owner/model), onnx:FILE, http(s)://…, python:module:function, or pixels:SIZE"
-        )
-    folder = ASSETS / name if name == "mini-clip" else folder_of(name)
+    folder = ASSETS / name if form == "bundled" else folder_of(name, fetch=form == "hub")
     return Clip(name, folder) if read_config(folder).get("model_type") == "clip" else Vision(name, folder)

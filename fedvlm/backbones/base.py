@@ -13,8 +13,6 @@ from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import Towers
 from fedvlm.core import FedvlmError
 
-PIXELS = 64_000_000  # an image with more pixels is refused before it is decoded
-
 Tower = nn.Module | TextTower | Towers  # the module is hf.ImageTower, CLIP's image tower from raw pixels
 
 

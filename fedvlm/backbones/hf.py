@@ -5,10 +5,10 @@ The weights are loaded on first use, so a run whose features are all stored does
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar, cast, overload
@@ -24,17 +24,27 @@ from fedvlm.backbones.base import ViewFormat
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.core import FedvlmError
+from fedvlm.names import printable
+from fedvlm.records import parsed, read_text
+from fedvlm.trust import absolute
 
 if TYPE_CHECKING:  # transformers takes seconds to import: only where a model is loaded
     from transformers import CLIPModel, CLIPTokenizer, PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+MINI_CLIP_TOKENIZER = "0e5f4fb3280d5e93"  # not in its fingerprint, which stores and recipes refer to
 
 
-def folder_of(name: str) -> Path:
-    """The model's local folder, fetched from the hub where the name is not a folder."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
+def folder_of(name: str, fetch: bool) -> Path:
+    """The model's local folder; `fetch`: from the hub."""
+    folder = Path(absolute(name))
+    if not fetch and not os.path.isdir(folder):  # noqa: PTH112 (Path's raises for a name that is too long)
+        raise FedvlmError(
+            f"backbone={name}: no such folder; give mini-clip, a folder in Hugging Face format, a hub name "
+            "(owner/model), onnx:FILE, http(s)://…, python:module:function, or pixels:SIZE"
+        )
+    if fetch:
         from huggingface_hub import snapshot_download
 
         try:
@@ -72,8 +82,12 @@ class ModelConfig(TypedDict, total=False):
 
 def read_config(folder: Path) -> ModelConfig:
     try:
-        return cast(ModelConfig, json.loads((folder / "config.json").read_text("utf-8")))
-    except ValueError as error:
+        found = parsed(read_text(folder / "config.json"))
+        for key, kind in (("model_type", str), ("projection_dim", int), ("hidden_size", int), ("vision_config", dict)):
+            if not isinstance(found.get(key, kind()), kind):
+                raise ValueError(f"{key} is {found[key]!r:.80}")
+        return cast(ModelConfig, found)
+    except (OSError, ValueError) as error:
         raise FedvlmError(f"backbone={folder}: config.json is not readable ({error})") from error
 
 
@@ -112,15 +126,35 @@ def clip_processor(folder: str | Path) -> Processor:
     return cast(Processor, CLIPImageProcessorPil.from_pretrained(folder))
 
 
+@contextlib.contextmanager
+def loading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the files make transformers raise
+        reason = f"{type(error).__name__}: {printable(error, 200)}"
+        raise FedvlmError(
+            f"backbone={folder}: does not load ({reason}); is it complete, and in its own format?"
+        ) from error
+
+
 def _fingerprint(folder: Path) -> str:
-    """A hash of the weights, the configuration and the preprocessing."""
+    """A hash of the weights, the configuration and the preprocessing; a tokenizer other than mini-clip's counts too."""
+    settings = ("config.json", "preprocessor_config.json", "processor_config.json")
+    digest = _hash([*sorted(folder.glob("*.safetensors")), *(folder / name for name in settings)])
+    tokenizer = _hash([folder / name for name in TOKENIZER])
+    if tokenizer.hexdigest() not in (MINI_CLIP_TOKENIZER, _hash([]).hexdigest()):
+        digest.update(tokenizer.digest())
+    return digest.hexdigest()
+
+
+def _hash(files: list[Path]) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=8)
-    for file in [*sorted(folder.glob("*.safetensors")), folder / "config.json", folder / "preprocessor_config.json"]:
+    for file in files:
         if file.is_file():
             with file.open("rb") as stream:
                 while chunk := stream.read(1 << 24):
                     digest.update(chunk)
-    return digest.hexdigest()
+    return digest
 
 
 Model = TypeVar("Model", bound="PreTrainedModel")
@@ -142,10 +176,10 @@ class HuggingFaceModel(Generic[Model]):
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         kind: type[Model] = getattr(transformers, self.kind)
-        try:
-            model = kind.from_pretrained(self.folder, dtype=torch.float32, use_safetensors=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise FedvlmError(f"backbone={self.folder}: does not load ({str(error).splitlines()[0]})") from error
+        with loading(self.folder):
+            model = kind.from_pretrained(
+                self.folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+            )
         model.train(False)
         return model.requires_grad_(False)
 
@@ -179,20 +213,22 @@ class Clip(HuggingFaceModel["CLIPModel"]):
 
     def _scale(self) -> float:
         for file in self.folder.glob("*.safetensors"):
-            with safe_open(file, "pt") as weights:
+            with loading(self.folder), safe_open(file, "pt") as weights:
                 if "logit_scale" in weights.keys():  # noqa: SIM118
                     return float(weights.get_tensor("logit_scale").float().exp())
         raise FedvlmError(f"backbone={self.name}: its weights hold no logit_scale, so it is not a CLIP model")
 
     @cached_property
     def processor(self) -> Processor:
-        return clip_processor(self.folder)
+        with loading(self.folder):
+            return clip_processor(self.folder)
 
     @cached_property
     def tokenizer(self) -> CLIPTokenizer:
         from transformers import CLIPTokenizer
 
-        tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
+        with loading(self.folder):
+            tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
         return tokenizer
 
     @torch.no_grad()
@@ -313,7 +349,10 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
     def processor(self) -> Processor:
         from transformers import AutoImageProcessor
 
-        found = AutoImageProcessor.from_pretrained(self.folder, backend="pil")  # type: ignore[no-untyped-call]
+        with loading(self.folder):
+            found = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                self.folder, backend="pil", trust_remote_code=False
+            )
         return cast(Processor, found)
 
     @torch.no_grad()

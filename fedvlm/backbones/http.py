@@ -5,8 +5,8 @@ POST url        safetensors of uint8 vectors "0", "1", …, a PNG each → safet
 POST url/texts  JSON {"phrases": […]}, where info says texts → safetensors, "embeddings" float32 [phrases, dim]
 
 Errors are JSON {"error": reason}. Images are sent lossless and in full resolution, without their EXIF data. The bearer
-token is read from FEDVLM_TOKEN at every request and not stored. Nothing is pickled. `server.py` implements the
-provider.
+token is read from FEDVLM_TOKEN at every request and not stored, and goes only to addresses that the user gave (trust.py).
+Nothing is pickled. `server.py` implements the provider.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from socket import socket
 from typing import Any, TypedDict, cast
 from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 import numpy as np
 import torch
@@ -28,11 +29,13 @@ from PIL import Image
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from fedvlm import trust
 from fedvlm.backbones.base import checked_embeddings
 from fedvlm.core import FedvlmError
+from fedvlm.names import printable
 
 BINARY = "application/octet-stream"
-TIMEOUT = 120.0  # seconds without a byte
+TIMEOUT = 120.0  # seconds for a whole reply, and before it for the connection and for sending the request
 TRIES = 3
 LONGEST_WAIT = 10.0  # seconds; a provider that asks by Retry-After for a longer wait is an error
 BATCH = 64  # images per request, even where the provider takes more: a slow encoder must answer within TIMEOUT
@@ -69,19 +72,62 @@ class _NoRedirect(HTTPRedirectHandler):
         return None
 
 
+class _Timed(io.RawIOBase):
+    """What arrives at a socket within TIMEOUT in all. The socket's own timeout starts anew with every byte, so that a
+    provider that sends a few now and then would never be late."""
+
+    def __init__(self, sock: socket):
+        self.sock, self.raw = sock, sock.makefile("rb", 0)
+        self.deadline = time.monotonic() + TIMEOUT
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int | None:  # type: ignore[override]
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"the reply took longer than {TIMEOUT:g} s")
+        self.sock.settimeout(left)
+        return self.raw.readinto(buffer)
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
+
+
+class _Reply(HTTPResponse):
+    def __init__(self, sock: socket, *args: Any, **options: Any):
+        super().__init__(sock, *args, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Timed(sock))
+
+
+class _Http(HTTPConnection):
+    response_class = _Reply
+
+
+class _Https(HTTPSConnection):
+    response_class = _Reply
+
+
+class _HttpHandler(HTTPHandler):
+    def http_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_Http, req)
+
+
+class _HttpsHandler(HTTPSHandler):
+    def https_open(self, req: Request) -> HTTPResponse:
+        return self.do_open(_Https, req)
+
+
 class Endpoint:
     black_box = True
 
     def __init__(self, url: str):
-        if {"@", "?", "#"} & set(url):  # the message does not repeat it: it may hold a secret
-            raise FedvlmError(
-                "backbone=http…: give the address alone, and a token in the environment variable FEDVLM_TOKEN"
-            )
-        if not url.startswith(("http://", "https://")):
-            raise FedvlmError(f"backbone={url}: not an address; write http://host:port or https://host/path")
+        trust.origin(url)  # an error where it is no address
         self.name, self.url = url, url.rstrip("/")
         self.label = f"backbone={url}"  # starts every error message
-        self.opener = build_opener(_NoRedirect)
+        self.opener = build_opener(_NoRedirect, _HttpHandler, _HttpsHandler)
         info = self._info()
         self.dim, self.scale, self.has_texts = info["dim"], float(info["scale"]), info["texts"]
         self.batch, self.limit_bytes = min(BATCH, info["limit_images"]), info["limit_bytes"]
@@ -157,7 +203,7 @@ class Endpoint:
         for attempt in range(TRIES):
             time.sleep(pause)
             pause = 0.2 * 4**attempt
-            request = Request(self.url + route, body, {"Content-Type": content_type, **_authorization(self.label)})
+            request = Request(self.url + route, body, {"Content-Type": content_type, **self._authorization()})
             try:
                 with self.opener.open(request, timeout=TIMEOUT) as reply:
                     found, data = reply.headers.get_content_type(), reply.read(limit + 1)
@@ -166,7 +212,7 @@ class Endpoint:
                     why = f"HTTP {error.code} {_reason(error)}".rstrip()
                     asked = error.headers.get("Retry-After", "")
                 if error.code != 429 and error.code < 500:
-                    raise FedvlmError(f"{self.label}: {why}; {_remedy(error)}") from None
+                    raise FedvlmError(f"{self.label}: {why}; {self._remedy(error)}") from None
                 if asked.isdecimal():
                     pause = float(asked)
                 if pause > LONGEST_WAIT:
@@ -180,6 +226,29 @@ class Endpoint:
                     raise FedvlmError(f"{self.label}: the reply is larger than the {limit} bytes expected; refused")
                 return bytes(data)
         raise FedvlmError(f"{self.label}: {why}, {TRIES} times; check that the provider runs and can be reached")
+
+    def _authorization(self) -> dict[str, str]:
+        token = os.environ.get("FEDVLM_TOKEN", "").strip()
+        if not (token.isascii() and token.isprintable()):  # the error of http.client would contain the token
+            raise FedvlmError(
+                f"{self.label}: FEDVLM_TOKEN holds characters that are not allowed in a header; set it again"
+            )
+        return {"Authorization": f"Bearer {token}"} if token and trust.gets_token(self.url) else {}
+
+    def _remedy(self, error: HTTPError) -> str:
+        if error.code in (401, 403) and os.environ.get("FEDVLM_TOKEN") and not trust.gets_token(self.url):
+            return (
+                "no token was sent, since you did not give this address yourself: if its provider may have your token, "
+                f"set {trust.HOSTS}={trust.origin(self.url).partition('://')[2]}"
+            )
+        if error.code in (401, 403):
+            return "set the environment variable FEDVLM_TOKEN to the token the provider gave you"
+        if error.code == 413:
+            return "make the images smaller, or ask the provider to raise its limits"
+        if 300 <= error.code < 400:
+            place = printable(error.headers.get("Location", "elsewhere"), 200)
+            return f"it redirects to {place!r}; give that address if you trust it"
+        return "is there a fedvlm encode-server at this address?"
 
 
 def unpack(body: bytes) -> dict[str, np.ndarray]:
@@ -198,27 +267,10 @@ def _png(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def _authorization(source: str) -> dict[str, str]:
-    token = os.environ.get("FEDVLM_TOKEN", "").strip()
-    if not (token.isascii() and token.isprintable()):  # the error of http.client would contain the token
-        raise FedvlmError(f"{source}: FEDVLM_TOKEN holds characters that are not allowed in a header; set it again")
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
 def _reason(error: HTTPError) -> str:
     """The reason in the provider's reply, shortened, printable characters only; "" where there is none."""
     try:
         reason = str(json.loads(error.read(4096))["error"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):
         return ""
-    return "(" + "".join(c for c in reason if c.isprintable())[:200] + ")"
-
-
-def _remedy(error: HTTPError) -> str:
-    if error.code in (401, 403):
-        return "set the environment variable FEDVLM_TOKEN to the token the provider gave you"
-    if error.code == 413:
-        return "make the images smaller, or ask the provider to raise its limits"
-    if 300 <= error.code < 400:
-        return f"it redirects to {error.headers.get('Location', 'elsewhere')!r}; give that address if you trust it"
-    return "is there a fedvlm encode-server at this address?"
+    return f"({printable(reason, 200)})"

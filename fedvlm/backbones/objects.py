@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedvlm.backbones.base import Backbone, checked_embeddings
 from fedvlm.errors import FedvlmError
 from fedvlm.machine import cache_home
+from fedvlm.names import file_name
 
 PREFIX = "object:"
 SIDE = 224  # pixels, for a module without `preprocess`
@@ -117,7 +118,7 @@ def load(name: str) -> Backbone:
 
 
 def description(name: str) -> Path:
-    return cache_home() / "objects" / f"{name.removeprefix(PREFIX)}.json"
+    return cache_home() / "objects" / f"{file_name(name.removeprefix(PREFIX))}.json"
 
 
 def fingerprint_of(thing: object) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 from fedvlm.backbones.base import checked_embeddings
 from fedvlm.backbones.hf import clip_processor
 from fedvlm.core import FedvlmError
+from fedvlm.records import parsed, read_text
+from fedvlm.trust import absolute
 
 if TYPE_CHECKING:
     Json = dict[str, "Json"] | list["Json"] | str | float | bool | None
@@ -44,8 +47,8 @@ class Onnx:
             import onnxruntime
         except ImportError as error:
             raise FedvlmError(f'{self.label}: needs onnxruntime; pip install "fedvlm[onnx]"') from error
-        path = path.expanduser()
-        if not path.is_file():
+        path = Path(absolute(path))
+        if not os.path.isfile(path):  # noqa: PTH113 (Path's raises for a name that is too long)
             raise FedvlmError(f"{self.label}: no such file; give the path of an .onnx model")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()  # so that OMP_NUM_THREADS limits onnxruntime too
@@ -126,12 +129,9 @@ def _scale(file: Path, source: str) -> float:
 
 def _json(file: Path, source: str) -> dict[str, Json]:
     try:
-        found = json.loads(file.read_text("utf-8"))
+        return cast("dict[str, Json]", parsed(read_text(file)))
     except (OSError, ValueError) as error:
-        raise FedvlmError(f"{source}: {file.name} is not readable ({error})") from error
-    if not isinstance(found, dict):
-        raise FedvlmError(f"{source}: {file.name} holds a {type(found).__name__}; it must be a JSON object")
-    return found
+        raise FedvlmError(f"{source}: {file.name} is not readable as a JSON object ({error})") from error
 
 
 def _fingerprint(path: Path, settings: str) -> str:

@@ -1,4 +1,4 @@
-"""`fedvlm attack RUN … [--what-if]`"""
+"""`fedvlm attack RUN … [--what-if] [--trust]`"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(args: argparse.Namespace) -> None:
     pools = Pools()
     rows = []
     for run in (r for r in found if r not in silent):
-        rows += attack(run, api.encode(run.setup(), pools), args.what_if)
+        rows += attack(run, api.encode(run.setup(args.trust), pools), args.what_if, args.trust)
     console.show(table(rows))
     if args.csv:
         columns = list(dict.fromkeys(k for row in rows for k in row))

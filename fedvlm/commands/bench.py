@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fedvlm import api
-from fedvlm.commands.output import show_table
+from fedvlm.commands.output import run_and_show
 from fedvlm.config import key_values
 
 
@@ -13,4 +13,4 @@ def main(args: argparse.Namespace) -> None:
     methods = [w for w in args.words if "=" not in w]
     pools = api.new_pools()
     setups = api.bench_setups(methods, dict(key_values([w for w in args.words if "=" in w])), pools)
-    show_table(api.execute(api.plan(setups, pools), setups[0].config.jobs, pools), args)
+    run_and_show(api.plan(setups, pools), setups[0].config.jobs, pools, args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fedvlm import catalogue, parts, recipe
+from fedvlm import catalogue, own, parts, recipe
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import Key
 from fedvlm.machine import runs_home
@@ -59,8 +59,15 @@ def candidates(before: list[str], current: str) -> list[str]:
     takes_keys = verb in (*TAKES_METHOD, "demo") and (named or verb == "demo")
     known = [f"{k.name}=" for k in keys(named, given)] + ["on=", "adapter=", "local=", "merge="] if takes_keys else []
     unused = [k for k in known if k[:-1] not in given]
-    folders = [str(p.parent) for p in runs_home().glob("*/run.json")] if verb in TAKES_RUNS else []
+    folders = run_folders() if verb in TAKES_RUNS else []
     return [*(flags if current.startswith("-") else []), *(choices if not named else []), *methods, *unused, *folders]
+
+
+def run_folders() -> list[str]:
+    try:
+        return [str(p.parent) for p in runs_home().glob("*/run.json")]
+    except OSError:
+        return []
 
 
 def keys(named: list[str], given: dict[str, str]) -> list[Key]:
@@ -70,7 +77,8 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
     try:
         chosen = recipe.load(named[0], given.get("on", ""))
         for axis in parts.AXES:
-            found += catalogue.keys(axis, given.get(axis, getattr(chosen, axis)))
+            if axis in given or not own.is_own(getattr(chosen, axis)):  # a recipe's code does not run on pressing a key
+                found += catalogue.keys(axis, given.get(axis, getattr(chosen, axis)))
     except FedvlmError:
         pass  # an unfinished name: the run's own keys still fit
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from fedvlm import backbones, console
+from fedvlm import backbones, console, trust
 from fedvlm.backbones.server import serve
 from fedvlm.config import key_values
 from fedvlm.keys import Key, unknown
@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> None:
             raise unknown(key, known)
         given[key] = known[key].coerce(value)
     token = os.environ.get("FEDVLM_TOKEN")
+    trust.remember_backbone(str(given["backbone"]))
     with serve(
         backbones.load(str(given["backbone"])),
         token=token,

@@ -50,4 +50,4 @@ def main(args: argparse.Namespace) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FedvlmError(f"{path} cannot be written ({error.strerror})") from error
-    console.out.print(f"{path}: edit it, then fedvlm run {path} (fedvlm show {path} lists every key)", markup=False)
+    console.line(f"{path}: edit it, then fedvlm run {path} (fedvlm show {path} lists every key)")

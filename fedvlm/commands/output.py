@@ -6,10 +6,27 @@ import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedvlm import console
+from fedvlm import api, console, files
 from fedvlm.api import Runs
 from fedvlm.errors import FedvlmError
+
+if TYPE_CHECKING:
+    from fedvlm.data.pool import Pools
+    from fedvlm.planning import Job
+
+
+def run_and_show(jobs: list[Job], at_once: int, pools: Pools, args: argparse.Namespace) -> None:
+    """Runs them and prints their table; where some fail, the table of the others, and then the error."""
+    from fedvlm.processes import RunsFailed  # imports torch
+
+    try:
+        show_table(api.execute(jobs, at_once, pools), args)
+    except RunsFailed as error:
+        if error.finished:
+            show_table(Runs([api.Run(folder) for folder in error.finished]), args)
+        raise
 
 
 def show_table(runs: Runs, args: argparse.Namespace) -> None:
@@ -23,7 +40,13 @@ def show_table(runs: Runs, args: argparse.Namespace) -> None:
     if getattr(args, "latex", None):
         from fedvlm.report.tables import latex
 
-        Path(args.latex).write_text(latex(table) + "\n", encoding="utf-8")
+        files.write(Path(args.latex), latex(table) + "\n")
+    mostly_void = [r for r in runs if r.record.result and 2 * r.record.result.void > len(r.rounds) - 1]
+    if mostly_void:
+        raise FedvlmError(
+            f"{len(mostly_void)} of {len(runs)} runs are no result: more than half of their rounds changed nothing (the "
+            f"first: {mostly_void[0].folder})"
+        )
 
 
 def write_rows(path: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

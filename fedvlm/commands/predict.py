@@ -1,14 +1,15 @@
-"""`fedvlm predict RUN IMAGE|FOLDER … [--client NAME]`"""
+"""`fedvlm predict RUN IMAGE|FOLDER … [--client NAME] [--trust]`"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from fedvlm import api, console
+from fedvlm import api, console, files
 from fedvlm.commands.output import write_rows
 from fedvlm.data.source import IMAGES
 from fedvlm.errors import FedvlmError
+from fedvlm.names import file_name
 from fedvlm.predictor import Predictor
 from fedvlm.tasks import SEGMENTATION
 
@@ -18,7 +19,10 @@ BATCH = 64
 def main(args: argparse.Namespace) -> None:
     paths = images_in(args.images)
     exported = (Path(args.run) / "adapter.safetensors").is_file()
-    model = api.load(args.run) if exported else api.runs(args.run)[0].predictor(args.client)
+    if exported:
+        model = api.load(args.run, trust=args.trust)
+    else:
+        model = api.runs(args.run, trust=args.trust)[0].predictor(args.client)
     lines: list[list[str]] = []
     with console.progress("predicting", len(paths)) as update:
         for first in range(0, len(paths), BATCH):
@@ -52,8 +56,9 @@ def write_masks(model: Predictor, paths: list[Path], folder: Path) -> None:
     task_type = model.model.adapter.task_type
     if task_type is not SEGMENTATION:
         raise FedvlmError(f"--masks: this model learned {task_type.description} and draws none")
-    folder.mkdir(parents=True, exist_ok=True)
-    for k, path in enumerate(paths):
-        (mask,) = model.masks([path])
-        mask.save(folder / f"{k:04d}-{path.stem}.png")
-    console.out.print(f"{len(paths)} masks in {folder}", markup=False)
+    with files.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for k, path in enumerate(paths):
+            (mask,) = model.masks([path])
+            mask.save(folder / f"{file_name(f'{k:04d}-{path.stem}')}.png")
+    console.line(f"{len(paths)} masks in {folder}")

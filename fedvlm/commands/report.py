@@ -8,4 +8,4 @@ from fedvlm import api, console
 
 
 def main(args: argparse.Namespace) -> None:
-    console.out.print(f"page: {api.runs(*args.runs).report(args.out)}", markup=False)
+    console.line(f"page: {api.runs(*args.runs).report(args.out)}")

@@ -1,4 +1,4 @@
-"""`fedvlm resume RUN …`"""
+"""`fedvlm resume RUN … [--trust]`"""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from fedvlm.commands.output import show_table
 
 
 def main(args: argparse.Namespace) -> None:
-    show_table(api.resume(api.runs(*args.runs)), args)
+    show_table(api.resume(api.runs(*args.runs, trust=args.trust)), args)

@@ -14,7 +14,8 @@ def main(args: argparse.Namespace) -> None:
         print(about.to_yaml(), end="")
         return
     method, lines = about.setup.method, list[list[str]]()
-    console.out.print(f"{method.title} {method.paper}\n{method.idea}", markup=False)
+    console.line(f"{method.title} {method.paper}")
+    console.line(method.idea)
     home = ""
     for row in about.keys:
         if row.home != home:

@@ -20,44 +20,78 @@ from torch.nn import functional as F
 from fedvlm.data.source import NO_DOMAIN, Embeddings, Item, Source
 from fedvlm.errors import FedvlmError
 
+MAX_CLASSES = 1_000_000  # where they have no names
 SCALE = 20.0  # where nothing is said: our choice for embeddings without a temperature of their own
 
 
 def open_embeddings(path: Path) -> Source:
+    if not path.is_file():
+        raise FedvlmError(f"data={path}: no such file")
     try:
         with safe_open(path, "pt") as file:
             about = {k: json.loads(v) for k, v in (file.metadata() or {}).items()}
             found = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise FedvlmError(f"data={path}: cannot be read as embeddings ({error})") from error
     for name in ("x", "y"):
         if name not in found:
             raise FedvlmError(f"data={path}: no tensor '{name}'; embeddings need x [n, dim] and y [n]")
-    x, y = found["x"].float(), found["y"].long()
-    if x.dim() != 2 or y.dim() != 1 or len(x) != len(y) or not len(y):
+    x, y = _vectors(path, "x", found["x"]), _numbers(path, "y", found["y"])
+    if len(x) != len(y) or not len(y):
         raise FedvlmError(f"data={path}: x is {tuple(x.shape)} and y {tuple(y.shape)}; expected [n, dim] and [n]")
-    if not x.isfinite().all() or (x.norm(dim=1) == 0).any():
-        raise FedvlmError(f"data={path}: some embeddings are zero or not finite; remove those rows")
-    classes = [str(c) for c in about.get("classes", range(int(y.max()) + 1))]
+    classes = _names(path, "classes", about.get("classes", range(min(int(y.max()), MAX_CLASSES) + 1)))
     if int(y.min()) < 0 or int(y.max()) >= len(classes) or len(set(classes)) < 2:
         raise FedvlmError(f"data={path}: labels are {int(y.min())} to {int(y.max())}, for {len(classes)} classes")
-    domains = [str(d) for d in about.get("domains", [NO_DOMAIN])]
-    home = found.get("domain", torch.zeros(len(y), dtype=torch.int64)).long()
+    domains = _names(path, "domains", about.get("domains", [NO_DOMAIN]))
+    home = _numbers(path, "domain", found.get("domain", torch.zeros(len(y), dtype=torch.int64)))
     if home.shape != y.shape or int(home.min()) < 0 or int(home.max()) >= len(domains):
         raise FedvlmError(f"data={path}: tensor 'domain' must be [n], with numbers below {len(domains)}")
-    groups = found.get("group")
+    groups = _numbers(path, "group", found["group"]).tolist() if "group" in found else [""] * len(y)
+    if len(groups) != len(y):
+        raise FedvlmError(f"data={path}: tensor 'group' has {len(groups)} numbers for {len(y)} rows")
     items = tuple(
-        Item(str(k), domains[d], classes[c], "" if groups is None else str(int(groups[k])))
-        for k, (d, c) in enumerate(zip(home.tolist(), y.tolist(), strict=True))
+        Item(str(k), domains[d], classes[c], str(g))
+        for k, (d, c, g) in enumerate(zip(home.tolist(), y.tolist(), groups, strict=True))
     )
     present = sorted({i.label for i in items})
     text = found.get("text")
     if text is not None:
         if text.shape != (len(classes), x.shape[1]):
             raise FedvlmError(f"data={path}: text is {tuple(text.shape)}; expected {(len(classes), x.shape[1])}")
-        text = F.normalize(text.float()[[classes.index(c) for c in present]], dim=-1)
-    given = Embeddings(F.normalize(x, dim=-1), text, float(about.get("scale", SCALE)))
+        text = F.normalize(_vectors(path, "text", text)[[classes.index(c) for c in present]], dim=-1)
+    scale = about.get("scale", SCALE)
+    if not isinstance(scale, int | float) or not 0 < scale < 1e6:
+        raise FedvlmError(f"data={path}: scale={scale!r:.40} must be a positive number")
+    given = Embeddings(F.normalize(x, dim=-1), text, float(scale))
     return Source(path.stem, path, items, embeddings=given)
+
+
+def _vectors(path: Path, name: str, found: Tensor) -> Tensor:
+    """float32 [rows, dim], neither zero nor infinite."""
+    if found.dim() != 2 or found.is_complex():
+        raise FedvlmError(
+            f"data={path}: tensor '{name}' is {found.dtype} {tuple(found.shape)}; expected numbers [n, dim]"
+        )
+    norm = (x := found.float()).norm(dim=1)
+    if not norm.isfinite().all() or (norm == 0).any():
+        raise FedvlmError(f"data={path}: some rows of '{name}' are zero or not finite; remove them")
+    return x
+
+
+def _numbers(path: Path, name: str, found: Tensor) -> Tensor:
+    """Whole numbers [rows]."""
+    fractions = found.is_floating_point() and bool((found.long() != found).any())  # NaN is one
+    if found.dim() != 1 or found.is_complex() or fractions:
+        raise FedvlmError(
+            f"data={path}: tensor '{name}' is {found.dtype} {tuple(found.shape)}; expected whole numbers [n]"
+        )
+    return found.long()
+
+
+def _names(path: Path, name: str, found: object) -> list[str]:
+    if not isinstance(found, list | range):
+        raise FedvlmError(f"data={path}: its metadata '{name}' must be a list of names")
+    return [str(n) for n in found]
 
 
 def write_embeddings(

@@ -162,10 +162,11 @@ def as_images(array: np.ndarray) -> Iterator[Image.Image]:
 
 def as_image(one: object) -> Image.Image:
     if isinstance(one, Image.Image):
-        return one.convert("RGB")
+        return in_colour(one)
     array = as_array(one)
-    if array is None or array.ndim not in (2, 3):
-        raise FedvlmError(f"an image must be a PIL image or an array; this is {type(one).__name__}")
+    if array is None or array.ndim not in (2, 3) or not array.size:
+        shape = "" if array is None else f" of shape {array.shape}"
+        raise FedvlmError(f"an image must be a PIL image or an array of pixels; this is {type(one).__name__}{shape}")
     if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[2] not in (1, 3):
         array = array.transpose(1, 2, 0)
     if array.ndim == 3 and array.shape[2] == 1:
@@ -174,7 +175,17 @@ def as_image(one: object) -> Image.Image:
         if not np.issubdtype(array.dtype, np.floating) or not (array.min() >= 0 and array.max() <= 1):
             raise FedvlmError("images must be uint8, or floats from 0 to 1 (before any normalisation)")
         array = np.rint(array * 255).astype(np.uint8)
-    return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")
+    try:
+        return in_colour(Image.fromarray(np.ascontiguousarray(array)))
+    except TypeError as error:
+        raise FedvlmError(f"an array of shape {array.shape} is no image; expected [height, width, 3]") from error
+
+
+def in_colour(image: Image.Image) -> Image.Image:
+    try:
+        return image.convert("RGB")
+    except Exception as error:  # one that was opened lazily is decoded only now, and may be damaged in any way
+        raise FedvlmError(f"an image of {image.width}×{image.height} pixels cannot be decoded ({error})") from error
 
 
 def store_images(

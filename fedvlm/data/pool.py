@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from fedvlm.backbones.base import Backbone, tower_of
 from fedvlm.backbones.text import TextTower
 from fedvlm.config import OPEN, Config, Setup
 from fedvlm.core import Extra
+from fedvlm.data.images import BadImage, opened
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Source, digest, keep_domains, open_outsiders, open_source
 from fedvlm.data.store import Progress, features, fingerprint, text_embeddings, text_embeddings_by
@@ -114,7 +116,7 @@ def image_pool(
         y, mask_keys, bad = features(replace(source, items=source.masks), backbone, broken, None, view)
         y = (y.float().mean(1) > 127).to(torch.uint8)  # masks are cropped and resized as the images are
         pairs = zip(source.items, source.masks, strict=True)
-        skipped |= {i.path: f"its mask: {bad[m.path]}" for i, m in pairs if m.path in bad}
+        skipped |= {i.path: f"its mask: {bad[m.path]}" for i, m in pairs if m.path in bad} | misfits(source, broken)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
     kept = tuple(source.masks[k] for k in good) if source.masks else ()
     source = replace(source, items=tuple(source.items[k] for k in good), masks=kept)
@@ -133,6 +135,20 @@ def image_pool(
     mark = fingerprint(used, [f"{i.domain}/{i.label}" for i in source.items])
     named = f"{backbone.name}@{backbone.fingerprint}"
     return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
+
+
+def misfits(source: Source, broken: str) -> dict[str, str]:
+    """Images whose masks have another aspect ratio (by more than 1 %) and so show another section; and both sizes."""
+    found = {}
+    masks = replace(source, items=source.masks)
+    for item, (_, image), (_, mask) in zip(source.items, source.read(), masks.read(), strict=True):
+        with suppress(BadImage):  # named already
+            (width, height), (w, h) = opened(image).size, opened(mask).size
+            if abs(width * h - height * w) > 0.01 * width * h:
+                found[item.path] = f"its mask has {w}×{h} pixels, and the image {width}×{height}"
+    for path, why in found.items() if broken == "refuse" else ():
+        raise FedvlmError(f"{path}: {why}; repair or remove it, or give broken=skip")
+    return found
 
 
 def class_phrases(template: str, classes: Sequence[str]) -> tuple[str, ...]:

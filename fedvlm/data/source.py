@@ -7,31 +7,31 @@ file of texts and who said them; or the embedded emoji.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from fedvlm.backbones.base import PIXELS
-from fedvlm.core import FedvlmError
+from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
+from fedvlm.data.images import decode as decode
+from fedvlm.errors import FedvlmError
 from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 NO_DOMAIN = "all"  # the domain of every item where the folders name none
 MAX_DEPTH = 4  # levels of folders that are searched; bounds the search where a symbolic link forms a cycle
-UNREADABLE = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)  # RuntimeError: an encrypted zip
+NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python reads bytes in names that are not UTF-8
+MAX_ITEMS = 20_000_000  # examples, or names in a folder: more take tens of gigabytes, and were hardly meant
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,14 @@ class Source:
         return sorted({i.label for i in self.items})
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """The index and the bytes of every file, in order; the bytes are empty where the file cannot be read."""
-        with nullcontext() if self.root.is_dir() else zipfile.ZipFile(self.root) as archive:
+        """The index and the bytes of every file, in order; `Unreadable` where a file cannot be read."""
+        with nullcontext() if self.root.is_dir() else _open_zip(self.root) as archive:
             for index, item in enumerate(self.items):
                 try:
-                    data = archive.read(item.path) if archive else (self.root / item.path).read_bytes()
-                except UNREADABLE:
-                    data = b""
+                    data = read_member(archive, item.path) if archive else read_file(self.root / item.path)
+                except BadImage as error:
+                    existing(str(self.root), "data", "it was removed while it was read")
+                    data = Unreadable(str(error))
                 yield index, data
 
 
@@ -98,9 +99,8 @@ def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8) -
 
 def open_outsiders(name: str) -> Source:
     """All images below a folder, in any layout; they belong to none of the task's classes."""
-    root = Path(name).expanduser()
-    files = _names_in_folder(root) if root.is_dir() else []
-    items = tuple(Item(n, NO_DOMAIN, "outside", "") for n in files if Path(n).suffix.lower() in IMAGES)
+    root = existing(name, "outsiders", "give a folder of images")
+    items = tuple(Item(n, NO_DOMAIN, "outside", "") for n in _names_in_folder(root)) if root.is_dir() else ()
     if not items:
         raise FedvlmError(f"outsiders={name}: no such folder, or no images in it")
     return Source(root.resolve().name, root, items)
@@ -123,41 +123,73 @@ def keep_domains(source: Source, count: int) -> Source:
     return replace(source, items=items, masks=masks, embeddings=given and given._replace(x=given.x[rows]))
 
 
+def existing(name: str, key: str, advice: str) -> Path:
+    """The path of what exists under this name, or an error."""
+    try:
+        root = Path(name).expanduser()
+        root.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FedvlmError(f"{key}={name}: no such folder; {advice}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a home directory that is not known, a zero byte
+        raise FedvlmError(f"{key}={name}: cannot be opened ({getattr(error, 'strerror', '') or error})") from error
+    return root
+
+
 def _open(name: str, group: str) -> Source:
     if name == "emoji":
         # the group is the file name, which is the same for an emoji in every style
         return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")
-    root = Path(name).expanduser()
-    if not root.exists():
-        raise FedvlmError(
-            f"data={name}: no such folder; give a folder of domain/class/image or class/image, or data=emoji"
-        )
-    if root.is_file():
-        if not zipfile.is_zipfile(root):
-            raise FedvlmError(f"data={name} is neither a folder nor a zip file")
-        return _collect(root.stem, root, _names_in_zip(root), group)
-    return _collect(root.resolve().name, root, _names_in_folder(root), group)
+    root = existing(name, "data", "give a folder of domain/class/image or class/image, or data=emoji")
+    if root.is_dir():
+        return _collect(root.resolve().name, root, _names_in_folder(root), group)
+    if not root.is_file() or not zipfile.is_zipfile(root):
+        raise FedvlmError(f"data={name} is neither a folder nor a zip file")
+    return _collect(root.stem, root, _names_in_zip(root), group)
+
+
+def _is_image(name: str) -> bool:
+    """By the ending of its name; hidden files and folders are ignored."""
+    return PurePosixPath(name).suffix.lower() in IMAGES and not any(p.startswith(".") for p in name.split("/"))
 
 
 def _names_in_folder(root: Path) -> list[str]:
-    """Paths of all files relative to `root`. Symbolic links are followed: data sets are often made of them."""
-    names = []
-    for folder, subfolders, files in os.walk(root, followlinks=True):
+    """Paths of all images relative to `root`. Symbolic links are followed: data sets are often made of them."""
+    names, seen = list[str](), 0
+    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=_cannot_list):
         relative = Path(folder).relative_to(root)
-        names += [(relative / f).as_posix() for f in files]
-        if len(relative.parts) >= MAX_DEPTH:
-            subfolders.clear()
+        names += [n for f in files if _is_image(n := (relative / f).as_posix())]
+        subfolders[:] = [s for s in subfolders if len(relative.parts) < MAX_DEPTH and not s.startswith(".")]
+        seen += 1 + len(files)
+        if seen > MAX_ITEMS:
+            raise FedvlmError(f"{root}: more than {MAX_ITEMS:,} files and folders in it; give a smaller folder")
+    for name in filter(NOT_TEXT.search, names):
+        raise FedvlmError(f"{root}: the name {name!a} is not valid UTF-8; rename it")
     return sorted(names)
 
 
+def _cannot_list(error: OSError) -> None:
+    raise FedvlmError(f"the folder {error.filename} cannot be read ({error.strerror}); make it readable") from error
+
+
 def _names_in_zip(path: Path) -> list[str]:
-    with zipfile.ZipFile(path) as archive:
-        return sorted(n for n in archive.namelist() if not n.endswith("/"))
+    with _open_zip(path) as archive:
+        names = sorted(n for n in archive.namelist() if not n.endswith("/"))
+    outside = [f"{n} lies outside of it" for n in names if n.startswith("/") or ".." in n.split("/")]
+    twice = [f"{n} occurs twice" for n, following in pairwise(names) if n == following]
+    for fault in outside + twice:
+        raise FedvlmError(f"data={path}: its member {fault}; zip the folder again")
+    return [n for n in names if _is_image(n)]
 
 
-def _collect(name: str, root: Path, names: list[str], group: str) -> Source:
-    """A source of the images among these paths; hidden files and folders are ignored."""
-    images = [n for n in names if Path(n).suffix.lower() in IMAGES and not any(p.startswith(".") for p in n.split("/"))]
+def _open_zip(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except Exception as error:  # of untrusted bytes: zipfile lets struct's, Unicode's and its own errors pass
+        raise FedvlmError(f"data={path}: cannot be read as a zip file ({error})") from error
+
+
+def _collect(name: str, root: Path, images: list[str], group: str) -> Source:
+    """A source of these images."""
     depths = Counter(n.count("/") for n in images)
     if not images:
         raise FedvlmError(f"data={name}: no images in it; expected domain/class/image or class/image")
@@ -215,26 +247,3 @@ def _group(pattern: str, file: str) -> str:
 def digest(data: bytes) -> bytes:
     """A 16-byte content hash."""
     return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def decode(data: bytes) -> Image.Image:
-    """An RGB image on white, or ValueError with the reason. Images over PIXELS are refused before they are decoded."""
-    if not data:
-        raise ValueError("the file is empty or cannot be read")
-    try:
-        image: Image.Image = Image.open(io.BytesIO(data))
-        if image.width * image.height > PIXELS:
-            raise ValueError(f"{image.width}×{image.height} pixels, more than {PIXELS:,}")
-        if image.mode == "F":
-            raise ValueError(
-                "floating-point pixels, for which no black and white level is defined; save it with 8 bits"
-            )
-        if image.mode.startswith("I"):  # 16-bit greyscale; Pillow's own conversion clips everything above 255 to white
-            image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
-        if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
-            flat = Image.new("RGBA", image.size, "white")
-            flat.alpha_composite(image.convert("RGBA"))
-            image = flat
-        return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError, EOFError) as error:
-        raise ValueError(f"not a readable image ({type(error).__name__})") from error

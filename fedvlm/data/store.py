@@ -3,32 +3,37 @@
 There is one folder per backbone, preprocessing and view. It holds immutable segment files, each a table of rows with the
 content hash of the input (the key) and a checksum per row. A segment is written under a temporary name and then renamed,
 so that any number of processes may write at once: at worst a row is computed twice, and readers use the one stored first.
-A row whose checksum does not match is treated as missing and computed again.
+A row whose checksum does not match is treated as missing and computed again. Many small segments are joined into one; a
+reader that finds a segment gone reads the folder again. A cache that cannot be written is used as it is.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import BinaryIO, TypedDict
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image
 from torch import Tensor
 
+from fedvlm import console, files
 from fedvlm.backbones.base import Backbone, ViewFormat, encode_view, view_format
 from fedvlm.core import FedvlmError
 from fedvlm.data.corruptions import KINDS, corrupt
-from fedvlm.data.source import Source, decode, digest
+from fedvlm.data.images import BadImage, decode, too_many
+from fedvlm.data.source import Source, digest
 from fedvlm.errors import nearest
 from fedvlm.machine import cache_home
 from fedvlm.names import file_name
@@ -36,6 +41,10 @@ from fedvlm.names import file_name
 BATCH = 64  # images per call of an encoder
 PHRASES = 256  # phrases per call of an encoder
 SEGMENT_ROWS, SEGMENT_BYTES = 2048, 64 << 20  # a segment is written at either size; a crash loses at most one segment
+MANY = 64  # segments smaller than SEGMENT_BYTES that are joined
+MOST_OPEN = 8  # files open at a time
+ATTEMPTS = 10  # to read a folder that other processes change
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 SEVERITIES = 5  # of each kind of corruption
 ABANDONED = 3600  # seconds after which a temporary file is taken for the leftover of a crash
 
@@ -55,71 +64,136 @@ def home() -> Path:
 
 @dataclass
 class View:
-    """The stored rows of one view of one backbone, by content hash. Segments are memory-mapped."""
+    """The stored rows of one view of one backbone, by content hash."""
 
     folder: Path
     format: ViewFormat
 
     def __post_init__(self) -> None:
-        self.index: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # key → (segment, row) of each copy, oldest first
-        self.loaded: set[Path] = set()
+        self.record_dtype = np.dtype([("key", "V16"), ("check", "<u4"), ("row", self.format.dtype, self.format.shape)])
+        self.index: dict[bytes, list[tuple[Path, int]]] = {}  # key → (segment, row) of each copy, oldest first
+        self.loaded: dict[Path, int] = {}  # segment → its size
+        self.open: dict[Path, BinaryIO] = {}  # the one used last is at the end
         self.broken = 0  # damaged segments and rows found so far
+        self.writable = True
         self._load_new_segments()
 
     def _load_new_segments(self) -> None:
-        """Segments that this or another process wrote since the last call."""
-        for path in sorted(set(self.folder.glob("*.rows")) - self.loaded):
-            self.loaded.add(path)
-            self._load_segment(path)
-
-    @property
-    def record_dtype(self) -> np.dtype:
-        return np.dtype([("key", "V16"), ("check", "<u4"), ("row", self.format.dtype, self.format.shape)])
+        """Segments that this or another process wrote since the last call; all of them where one is gone meanwhile, since
+        its rows may be in a segment that was not listed yet."""
+        for _ in range(ATTEMPTS):
+            for path in sorted(set(self.folder.glob("*.rows")) - self.loaded.keys()):
+                try:
+                    self._load_segment(path)
+                except FileNotFoundError:
+                    self._forget()
+                    break
+                except OSError:  # a bad block, or no right to read it
+                    self.broken += 1
+            else:
+                return
 
     def _load_segment(self, path: Path) -> None:
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:  # pruned by another process since it was listed
-            return
-        if size == 0 or size % self.record_dtype.itemsize:  # truncated
-            self.broken += 1
+        size = self.record_dtype.itemsize
+        self.loaded[path] = path.stat().st_size
+        count, rest = divmod(self.loaded[path], size)
+        if not count or rest:  # truncated
             path.unlink(missing_ok=True)
+            self.broken += 1
             return
-        table = np.memmap(path, self.record_dtype, "r")
-        for i, key in enumerate(table["key"]):
-            self.index.setdefault(key.tobytes(), []).append((table, i))
+        with path.open("rb") as file:
+            for i in range(count):
+                file.seek(i * size)
+                self.index.setdefault(file.read(16), []).append((path, i))
+
+    def _reload(self) -> None:
+        self._forget()
+        self._load_new_segments()
+
+    def _forget(self) -> None:
+        self.index, self.loaded = {}, {}
+        while self.open:
+            self.open.popitem()[1].close()
 
     def get(self, key: bytes) -> np.ndarray | None:
         """The oldest intact row, or None. Always the oldest: a row computed again in another batch may differ in its last
         bits, and results must not change with it."""
-        copies = self.index.get(key, [])
-        while copies:
-            table, i = copies[0]
-            row = np.asarray(table["row"][i])
-            if checksum(key, row) == table["check"][i]:
-                return row
+        while copies := self.index.get(key):
+            try:
+                (record,) = np.frombuffer(self._read(*copies[0]), self.record_dtype)
+                if record["key"].tobytes() == key and checksum(key, record["row"]) == record["check"]:
+                    return np.asarray(record["row"])
+            except FileNotFoundError:
+                self._reload()
+                continue
+            except (OSError, ValueError):  # a bad block, or cut off
+                pass
             self.broken += 1
             copies.pop(0)
         return None
+
+    def _read(self, path: Path, i: int) -> bytes:
+        file = self.open.pop(path, None) or path.open("rb", buffering=0)
+        self.open[path] = file
+        if len(self.open) > MOST_OPEN:
+            self.open.pop(next(iter(self.open))).close()
+        file.seek(i * self.record_dtype.itemsize)
+        return file.read(self.record_dtype.itemsize)
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None:
         table = np.zeros(len(keys), self.record_dtype)
         table["key"] = np.array([np.void(k) for k in keys], dtype="V16")
         table["row"] = rows
         table["check"] = [checksum(k, r) for k, r in zip(keys, table["row"], strict=True)]
-        path = self.folder / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.rows"
+        way_out = "free some space (`fedvlm cache --prune`) or set FEDVLM_CACHE to another folder"
+        if self.writable:
+            with files.writing(f"the feature store at {self.folder}", way_out):
+                self._write(table)
+
+    def _write(self, table: np.ndarray) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".part").write_bytes(table.tobytes())
-            path.with_suffix(".part").rename(path)
+            with files.replaced(self._new_segment(time.time_ns())) as out:
+                out.write(table.tobytes())
+        except FileNotFoundError:  # pruned at this moment; the rows are computed again when they are needed
+            return
         except OSError as error:
-            with suppress(OSError):
-                path.with_suffix(".part").unlink()
-            raise FedvlmError(
-                f"the feature store at {self.folder} cannot be written ({error.strerror}); free some space "
-                "(`fedvlm cache --prune`) or set FEDVLM_CACHE to another folder"
-            ) from error
+            if error.errno not in READ_ONLY:
+                raise
+            self.writable = False
+            console.warn(
+                f"the feature store at {self.folder} cannot be written ({error.strerror}): features are computed each time; "
+                "set FEDVLM_CACHE to another folder"
+            )
+            return
         self._load_new_segments()
+        if len(self._small()) >= MANY:
+            self._join()
+
+    def _new_segment(self, nanoseconds: int) -> Path:
+        return self.folder / f"{nanoseconds:020d}-{uuid.uuid4().hex[:8]}.rows"
+
+    def _small(self) -> list[Path]:
+        """Oldest first."""
+        return [path for path, size in sorted(self.loaded.items()) if size < SEGMENT_BYTES]
+
+    def _join(self) -> None:
+        """Writes the rows that are in use of all small segments into one, in the place of the oldest, and removes them."""
+        with suppress(OSError, Timeout, NotImplementedError), FileLock(self.folder / ".lock", timeout=0):
+            self._reload()
+            small = self._small()
+            if len(small) < MANY:  # another process was faster
+                return
+            gone = set(small)
+            with files.replaced(self._new_segment(int(small[0].name.split("-")[0])), sync=True) as out:
+                for key in list(self.index):
+                    if self.get(key) is not None and self.index[key][0][0] in gone:
+                        out.write(self._read(*self.index[key][0]))
+            self._forget()
+            for path in small:
+                with suppress(OSError):  # open in another process, on Windows
+                    path.unlink()
+        self._reload()
 
 
 def checksum(key: bytes, row: np.ndarray) -> int:
@@ -153,7 +227,7 @@ def features(
     skipped: dict[str, str] = {}
     dtype = np.dtype(stored.format.dtype)
     out = np.full((len(source.items), *stored.format.shape), np.nan if dtype.kind == "f" else 0, dtype)
-    queue = _EncodingQueue(stored, partial(encode_view, backbone, view=view), out)
+    queue = _EncodingQueue(stored, partial(encoded_images, backbone, view, stored.format), out)
     for index, data in source.read():
         key, transform = digest(data), None
         if version is not None:
@@ -165,16 +239,40 @@ def features(
         elif not queue.add_duplicate(key, index):
             try:
                 image = decode(data)
-                queue.add(key, index, transform(image) if transform else image)
-            except ValueError as error:
+            except BadImage as error:
                 name = source.items[index].path
                 if broken == "refuse":
                     raise FedvlmError(f"{name}: {error}; repair or remove it, or give broken=skip") from error
                 skipped[name] = str(error)
+            else:
+                queue.add(key, index, transform(image) if transform else image)
         if progress:
             progress(index + 1, len(source.items))
     queue.flush()
     return torch.from_numpy(out), keys, skipped
+
+
+def encoded_images(backbone: Backbone, view: str, format: ViewFormat, images: list[Image.Image]) -> np.ndarray:
+    """What the encoder gives for these images; whatever goes wrong in there is not a fault of an image."""
+    try:
+        rows = encode_view(backbone, images, view).numpy()
+    except FedvlmError:
+        raise
+    except Exception as error:
+        raise FedvlmError(
+            f"backbone={backbone.name} failed on {len(images)} images ({type(error).__name__}: {error}); --debug shows where"
+        ) from error
+    return checked(rows, (len(images), *format.shape), backbone)
+
+
+def checked(rows: np.ndarray, shape: tuple[int, ...], backbone: Backbone) -> np.ndarray:
+    if rows.shape != shape:
+        raise FedvlmError(f"backbone={backbone.name} returned an array of shape {rows.shape} instead of {shape}")
+    if not np.isfinite(rows).all():
+        raise FedvlmError(
+            f"backbone={backbone.name} returned numbers that are not finite; use other weights or precision"
+        )
+    return rows
 
 
 def corrupted(key: bytes, version: int) -> tuple[bytes, Callable[[Image.Image], Image.Image]]:
@@ -209,16 +307,23 @@ def text_embeddings_by(
     missing = [p for p, key in keys.items() if stored.get(key) is None]
     if len(missing) > PHRASES:
         missing.sort(key=len)  # batches are padded to their longest phrase
+    computed: dict[str, np.ndarray] = {}
     for first in range(0, len(missing), SEGMENT_ROWS):
         segment = missing[first : first + SEGMENT_ROWS]
         encoded = [encode(segment[k : k + PHRASES]) for k in range(0, len(segment), PHRASES)]
         if encoded[0] is None:
             return None
-        stored.put([keys[p] for p in segment], np.concatenate([e.numpy() for e in encoded if e is not None]))
+        rows = np.concatenate([e.numpy() for e in encoded if e is not None])
+        checked(rows, (len(segment), *stored.format.shape), backbone)
+        stored.put([keys[p] for p in segment], rows)
+        computed |= zip(segment, rows, strict=True)
         if progress:
             progress(first + len(segment), len(missing))
-    rows = [row for p in phrases if (row := stored.get(keys[p])) is not None]
-    return torch.from_numpy(np.stack(rows))
+    found = [(p, stored.get(key)) for p, key in keys.items()]
+    by_phrase = {
+        p: computed[p] if row is None else row for p, row in found
+    }  # None: it could not be stored, or was pruned
+    return torch.from_numpy(np.stack([by_phrase[p] for p in phrases]))
 
 
 class _EncodingQueue:
@@ -227,41 +332,47 @@ class _EncodingQueue:
     A file that occurs more than once is encoded once.
     """
 
-    def __init__(self, view: View, encode: Callable[[list[Image.Image]], Tensor], out: np.ndarray):
+    def __init__(self, view: View, encode: Callable[[list[Image.Image]], np.ndarray], out: np.ndarray):
         self.view, self.encode, self.out = view, encode, out
         self.images: list[Image.Image] = []  # not encoded yet
         self.rows: list[np.ndarray] = []  # encoded and not stored yet, a batch each
         self.keys: list[bytes] = []  # of `rows`, then of `images`
-        self.places: dict[bytes, list[int]] = {}  # key → indices in `out`
+        self.places: dict[bytes, list[int]] = {}  # key → indices in `out` that wait for it
+        self.done: dict[bytes, int] = {}  # key → an index in `out` that has it
 
     def add_duplicate(self, key: bytes, place: int) -> bool:
-        """Whether an image with this key is in the queue already; if so, its row is copied to `place` too."""
-        if key not in self.places:
+        """Whether an image with this key was added already; if so, its row is copied to `place` too."""
+        if key in self.done:
+            self.out[place] = self.out[self.done[key]]
+        elif key in self.places:
+            self.places[key].append(place)
+        else:
             return False
-        self.places[key].append(place)
         return True
 
     def add(self, key: bytes, place: int, image: Image.Image) -> None:
+        if len(self.images) >= BATCH or too_many([*self.images, image]):
+            self._encode()
         self.places[key] = [place]
         self.keys.append(key)
         self.images.append(image)
-        if len(self.images) >= BATCH:
-            self._encode()
         if sum(map(len, self.rows)) >= SEGMENT_ROWS or sum(r.nbytes for r in self.rows) >= SEGMENT_BYTES:
             self._store()
 
     def _encode(self) -> None:
         if self.images:
-            self.rows.append(self.encode(self.images).numpy())
+            self.rows.append(self.encode(self.images))
             self.images = []
 
     def _store(self) -> None:
         if self.rows:
             rows = np.concatenate(self.rows)
-            self.view.put(self.keys[: len(rows)], rows)
-            for key in self.keys[: len(rows)]:
-                self.out[self.places.pop(key)] = self.view.get(key)
-            self.keys, self.rows = self.keys[len(rows) :], []
+            keys, self.keys, self.rows = self.keys[: len(rows)], self.keys[len(rows) :], []
+            self.view.put(keys, rows)
+            for key, computed in zip(keys, rows, strict=True):
+                row, places = self.view.get(key), self.places.pop(key)
+                self.out[places] = computed if row is None else row  # None: it could not be stored, or was pruned
+                self.done[key] = places[0]
 
     def flush(self) -> None:
         self._encode()
@@ -271,10 +382,14 @@ class _EncodingQueue:
 def listing() -> Iterator[ViewSummary]:
     """What the store holds, one entry per view."""
     root = home() / "features"
-    for folder in sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []:
-        files = list(folder.glob("*.rows"))
-        used = max((f.stat().st_mtime for f in files), default=folder.stat().st_mtime)
-        yield {"view": folder.name, "segments": len(files), "bytes": sum(f.stat().st_size for f in files), "used": used}
+    with _readable(root):
+        folders = sorted(p for p in root.iterdir() if p.is_dir() and p.suffix != files.PART) if root.is_dir() else []
+        for folder in folders:
+            with suppress(FileNotFoundError):  # another process prunes
+                segments = [path.stat() for path in folder.glob("*.rows")]
+                used = max((f.st_mtime for f in segments), default=folder.stat().st_mtime)
+                size = sum(f.st_size for f in segments)
+                yield {"view": folder.name, "segments": len(segments), "bytes": size, "used": used}
 
 
 def prune(older_than_days: float = 0.0, names: Iterable[str] = ()) -> list[str]:
@@ -284,16 +399,32 @@ def prune(older_than_days: float = 0.0, names: Iterable[str] = ()) -> list[str]:
     wanted, known = set(names), list(listing())
     for name in wanted - {e["view"] for e in known}:
         raise FedvlmError(f"the feature store has no view {name}; {nearest(name, [e['view'] for e in known])}")
-    for entry in known:
-        folder = home() / "features" / entry["view"]
-        for part in folder.glob("*.part"):
-            if time.time() - part.stat().st_mtime > ABANDONED:
-                part.unlink(missing_ok=True)
-        old = time.time() - entry["used"] >= older_than_days * 86400
-        if entry["view"] in wanted or (not wanted and old):
-            shutil.rmtree(folder)
-            removed.append(entry["view"])
+    root = home() / "features"
+    with _readable(root):
+        for part in root.glob(f"**/*{files.PART}"):
+            if part.exists() and time.time() - part.stat().st_mtime > ABANDONED:
+                _remove(part)
+        for entry in known:
+            old = time.time() - entry["used"] >= older_than_days * 86400
+            if entry["view"] in wanted or (not wanted and old):
+                _remove((root / entry["view"]).rename(root / f"{uuid.uuid4().hex}{files.PART}"))  # as a whole
+                removed.append(entry["view"])
     return removed
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):  # another process was faster
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextmanager
+def _readable(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FedvlmError(
+            f"the feature store at {root} cannot be read or changed ({error.strerror}); set FEDVLM_CACHE to another folder"
+        ) from error
 
 
 def fingerprint(keys: list[bytes], labels: list[str]) -> str:

@@ -11,12 +11,15 @@ import gzip
 import json
 import re
 import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from fedvlm.core import FedvlmError
-from fedvlm.data.source import Item, Source, sample_domains
+from fedvlm.data.source import MAX_ITEMS, Item, Source, digest, sample_domains
+from fedvlm.errors import FedvlmError
 from fedvlm.tasks import NEXT_CHARACTER
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -24,6 +27,7 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?[]" + LETTERS  # LEAF's, without the brac
 ASCII_PUNCTUATION = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "-", "–": "-", "…": "."})
 WINDOW = 80  # input characters of an example
 BLOCK = 400  # characters per block; shorter where a text would have fewer than five blocks
+MAX_BYTES = 1 << 28  # of a file, unpacked
 
 
 def tokens(text: str) -> np.ndarray:
@@ -38,8 +42,10 @@ def open_text(path: Path, domains: int, stride: int) -> Source:
     if stride < 1:
         raise FedvlmError(f"stride={stride} must be at least 1: the characters from one example to the next")
     by_role = _read(path)
-    items, rows = [], []
+    items, rows = list[Item](), list[np.ndarray]()
     for role in sorted(sample_domains(by_role, domains)):
+        if len(items) > MAX_ITEMS:
+            raise FedvlmError(f"data={path}: more than {MAX_ITEMS:,} examples; give a larger stride= or fewer domains=")
         text = tokens(by_role[role])
         size = max(WINDOW + 1, min(BLOCK, len(text) // 5))
         for number, start in enumerate(range(0, len(text) - size + 1, size)):
@@ -57,20 +63,31 @@ def _read(path: Path) -> dict[str, str]:
     """Role → all of its text. The play is part of the role's name where there is one."""
     if not path.is_file():
         raise FedvlmError(f"data={path}: no such file")
-    by_role: dict[str, str] = {}
-    number = 0
+    by_role: dict[tuple[str, ...], list[str]] = {}
+    number, left = 0, MAX_BYTES
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for line in lines:
-                number += 1
-                entry = json.loads(line)
-                role = "-".join(str(entry[k]) for k in ("play", "role") if k in entry)
-                role = re.sub(r"[^\w-]+", "-", role).strip("-") or "nobody"  # clients' names become folder names
-                by_role[role] = by_role.get(role, "") + str(entry["text"])
-    except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            while line := lines.readline(left + 1):
+                number, left = number + 1, left - len(line)
+                if left < 0:
+                    raise FedvlmError(f"data={path}: more than {MAX_BYTES:,} bytes of text (line {number}); split it")
+                entry = json.loads(line.decode())
+                role = tuple(str(entry[k]) for k in ("play", "role") if k in entry)
+                by_role.setdefault(role, []).append(str(entry["text"]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FedvlmError(
             f'data={path}: line {max(1, number)} is not {{"role": …, "text": …}} ({type(error).__name__})'
         ) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise FedvlmError(f"data={path}: cannot be read after line {number} ({error})") from error
     if not by_role:
         raise FedvlmError(f"data={path} is empty")
-    return by_role
+    return {name: "".join(by_role[role]) for role, name in client_names(by_role).items()}
+
+
+def client_names(roles: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Role → name of the client: letters, digits and hyphens, and a hash where several roles would get the same name."""
+    plain = {role: re.sub(r"[^\w-]+", "-", "-".join(role)).strip("-") or "nobody" for role in roles}
+    count = Counter(plain.values())
+    mark = {role: digest(json.dumps(role).encode()).hex()[:8] for role in plain}
+    return {role: name if count[name] == 1 else f"{name}-{mark[role]}" for role, name in plain.items()}

@@ -17,6 +17,7 @@ from fedvlm.method import Method
 if TYPE_CHECKING:
     from fedvlm.config import Setup
     from fedvlm.data.federation import Federation
+    from fedvlm.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class Job:
     data: Data  # of every client, at position = id
     folder: Path  # the run's: private rows go here
     log: Callable[[str], None]
+    guard: Guard  # is told of clients that fail or offend
     device: str = "cpu"
 
 
 class Engine(ABC):
-    """Steps and metrics are none of its business: it moves messages, keeps private rows and checks replies (see
-    `fedvlm.steps.base.Schema`). A client that fails is absent from the reply, with a line in the log."""
+    """Steps and metrics are none of its business: it moves messages and keeps private rows. A client that fails is absent
+    from the reply, and the guard is told why; replies are checked by the guard, too (fedvlm/guard.py)."""
 
     @classmethod
     @abstractmethod

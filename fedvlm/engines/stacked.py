@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fedvlm.method import Method
 from fedvlm.steps.base import Answer
 
 Warn = Callable[[str], None]
+WriteGuard = Callable[[], contextlib.AbstractContextManager[None]]  # entered around every write of private rows
 CPU = torch.device("cpu")
 
 
@@ -33,11 +35,12 @@ class Stacked(Engine):
         rows: Path | None = None,
         warn: Warn = print,
         device: str = "cpu",
+        guard: WriteGuard = contextlib.nullcontext,
     ):
         """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says.
         Client steps run on the device, together with the examples; messages and private rows stay in main memory."""
         self.chunk = chunk or stack(method, device)
-        self.rows = Rows(method.newcomer, len(data), rows)
+        self.rows = Rows(method.newcomer, len(data), rows, guard=guard)
         self.warn, self.device = warn, torch.device(device)
         if device != "cpu":
             extras = {k: v.to(device) for k, v in data.extras.items()}

@@ -1,26 +1,38 @@
-"""What crosses between server and client: safetensors bytes, framed by their length, and checked on arrival."""
+"""What crosses between server and client: safetensors bytes, framed by their length. The guard checks what they say."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from typing import IO, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
-from fedvlm.core import Message, Params, Reply
-from fedvlm.errors import FedvlmError
-from fedvlm.steps.base import Schema
+from fedvlm.core import Message, Params, Reply, nbytes
+from fedvlm.errors import BadMessage
+from fedvlm.schema import Schema
 
 LIMIT = 4 << 30  # a longer frame is refused before it is read
+OVERHEAD = 64 << 10  # bytes of a frame beside its tensors, and for each tensor:
+PER_TENSOR = 1 << 10
 HEAD = struct.Struct("<Q")
-
-
-class BadMessage(FedvlmError):
-    """What arrived is not what the schema says."""
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class Header(NamedTuple):
@@ -34,16 +46,38 @@ class Header(NamedTuple):
     error: str = ""  # why a client cannot answer
 
 
+class Channel(Protocol):
+    """An unbuffered pipe or socket: buffered ones take a time quadratic in the size of a frame."""
+
+    def write(self, data: memoryview, /) -> int | None: ...
+
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
+
+
 def pack(header: Header, parts: dict[str, Params]) -> bytes:
-    """Tensors are named PART/NAME."""
-    flat = {f"{part}/{k}": v.contiguous() for part, params in parts.items() for k, v in params.items()}
-    return save(flat, {"header": json.dumps(header._asdict())})
+    """Tensors are named PART/NAME. Written here, since safetensors' own `save` copies every tensor twice."""
+    about: dict[str, object] = {"__metadata__": {"header": json.dumps(header._asdict())}}
+    buffers, at = [b"", b""], 0
+    flat = [(f"{part}/{k}", v) for part, params in parts.items() for k, v in params.items()]
+    for name, value in sorted(flat, key=lambda item: (-item[1].element_size(), item[0])):  # large types first: aligned
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        about[name] = {
+            "dtype": TYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [at, at + raw.nbytes],
+        }
+        buffers.append(raw.data)  # type: ignore[arg-type]
+        at += raw.nbytes
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % 8)
+    buffers[:2] = [HEAD.pack(len(text)), text]
+    return b"".join(buffers)
 
 
 def unpack(data: bytes) -> tuple[Header, dict[str, Params]]:
     try:
         size = HEAD.unpack(data[:8])[0]
-        header = Header(**json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["header"]))
+        header = read_header(json.loads(data[8 : 8 + size])["__metadata__"]["header"])
         flat = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise BadMessage(f"a message is not readable ({type(error).__name__})") from error
@@ -52,6 +86,14 @@ def unpack(data: bytes) -> tuple[Header, dict[str, Params]]:
         part, _, key = name.partition("/")
         parts.setdefault(part, {})[key] = value
     return header, parts
+
+
+def read_header(text: str) -> Header:
+    header = Header(**json.loads(text))
+    for name, default in Header._field_defaults.items():
+        if type(getattr(header, name)) is not type(default):
+            raise TypeError(name)
+    return header
 
 
 def pack_message(message: Message, header: Header) -> bytes:
@@ -63,45 +105,46 @@ def to_message(header: Header, parts: dict[str, Params]) -> Message:
     return Message(**known, stage=header.stage)
 
 
-def send(pipe: IO[bytes], data: bytes) -> None:
-    pipe.write(HEAD.pack(len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def receive(pipe: IO[bytes]) -> bytes | None:
-    """The next frame; None where the other side has gone."""
-    head = pipe.read(HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    (size,) = HEAD.unpack(head)
-    if size > LIMIT:
-        raise BadMessage(f"a message of {size:,} bytes is over the limit of {LIMIT:,}")
-    data = pipe.read(size)
-    return data if len(data) == size else None
-
-
-def checked(client: int, who: str, parts: dict[str, Params], schema: Schema, shared: Params) -> Reply:
-    """A client's reply, if names, shapes, dtypes and finiteness are what the schema says; `shared` is what was sent."""
+def to_reply(client: int, parts: dict[str, Params]) -> Reply:
+    """A client's reply, to be checked by the guard."""
     odd = sorted(parts.keys() - {"values", "shared"})
     if odd:
-        raise BadMessage(f"{who} sent other parts than agreed: {', '.join(odd[:5])}")
-    dtype = torch.get_default_dtype()
-    expected = {k: (shape, dtype) for k, shape in schema.values.items()}
-    _check(who, parts.get("values", {}), expected)
-    trained = {k: (tuple(v.shape), v.dtype) for k, v in shared.items()} if schema.shared else {}
-    _check(who, parts.get("shared", {}), trained)
+        raise BadMessage(f"sent other parts than agreed: {', '.join(odd[:5])}")
     return Reply(np.array([client]), parts.get("values", {}), parts.get("shared", {}))
 
 
-def _check(who: str, params: Params, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    if params.keys() != expected.keys():
-        odd = sorted(params.keys() ^ expected.keys())
-        raise BadMessage(f"{who} sent other names than agreed: {', '.join(odd[:5])}")
-    for name, (shape, dtype) in expected.items():
-        value, wanted = params[name], (1, *shape)
-        fits = value.dim() == len(wanted) and all(n in (-1, m) for n, m in zip(wanted, value.shape, strict=True))
-        if not fits or value.dtype != dtype:
-            raise BadMessage(f"{who} sent {name} as {tuple(value.shape)} {value.dtype}, not {wanted} {dtype}")
-        if value.is_floating_point() and not value.isfinite().all():
-            raise BadMessage(f"{who} sent {name} with numbers that are not finite")
+def longest_reply(schema: Schema, shared: Params, examples: int) -> int:
+    """Bytes that a client's reply may have; `examples`: of training, that it declared."""
+    word, fields = 8, schema.values.values()
+    values = word * sum(math.prod(examples if n == -1 else n for n in f.shape) for f in fields)
+    tensors = len(fields) + len(shared)
+    return min(LIMIT, values + schema.shared * nbytes(shared) + OVERHEAD + PER_TENSOR * tensors)
+
+
+def send(channel: Channel, data: bytes) -> None:
+    for part in (HEAD.pack(len(data)), data):
+        view = memoryview(part)
+        while view:  # a write may be short
+            view = view[channel.write(view) or 0 :]
+
+
+def receive(channel: Channel, limit: Callable[[], int] = lambda: LIMIT) -> bytes | None:
+    """The next frame; None where the other side has gone. The limit is asked for when the frame begins."""
+    head = read(channel, HEAD.size)
+    if head is None:
+        return None
+    (size,) = HEAD.unpack(head)
+    if size > limit():
+        raise BadMessage(f"a message of {size:,} bytes is over the limit of {limit():,}")
+    return read(channel, size)
+
+
+def read(channel: Channel, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, at = memoryview(data), 0
+    while at < size:
+        got = channel.readinto(view[at:])
+        if not got:
+            return None
+        at += got
+    return bytes(data)

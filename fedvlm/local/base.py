@@ -15,11 +15,8 @@ from fedvlm.core import Data, Message, Params, copy_per_client, select, with_cli
 from fedvlm.local import copies
 from fedvlm.local.descent import Gradients, OptimiserSettings, optimise
 from fedvlm.local.model import Model
+from fedvlm.schema import LOSS, SIZE, Fields
 from fedvlm.tasks import Objective
-
-Shapes = dict[
-    str, tuple[int, ...]
-]  # by name, the shape of one client's value: () is a number, −1 an axis of any length
 
 
 class Trained(NamedTuple):
@@ -42,9 +39,9 @@ class Local(OptimiserSettings):
         """Why it cannot be used with this adapter; "" where it can."""
         return ""
 
-    def uploads(self, task: Task, shared: Params) -> Shapes:
+    def uploads(self, task: Task, shared: Params) -> Fields:
         """What a client sends beside the shared parameters."""
-        return {"n": (), "loss": ()}
+        return {"n": SIZE, "loss": LOSS}
 
     def private_state(self, shared: Params) -> Params:
         """What the rule stores per client beside the adapter's private parameters, as a new client starts with it."""

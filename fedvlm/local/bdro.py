@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, FedvlmError, Message, Params, is_running_statistic, select
+from fedvlm.core import Batch, Data, Message, Params, is_running_statistic, select
+from fedvlm.keys import NotNegative, Positive, Whole
 from fedvlm.local.base import Local
 from fedvlm.local.descent import Gradients, optimise
 from fedvlm.local.model import Model
@@ -26,20 +27,13 @@ STRIDE = 7919  # noise is drawn once per round and client, and rolled by this mu
 
 @dataclass(frozen=True)
 class Bdro(Local):
-    ascent_steps: int = 1  # N, ascent steps to find the worst-case perturbation; 0: random noise only
-    ascent_rate: float = 0.01  # learning rate of the ascent steps
-    sigma: float = 0.002  # σ of the noise that a perturbation starts from; a tenth of a context's initial σ
-    penalty: float = 1.0  # τ₁, penalty on the squared size of a shared context's perturbation
-    outsider_penalty: float = 1.0  # τ₂, penalty on the squared size of an outsider context's perturbation
-    temperature: float = 1.0  # μ, weighting of examples: small values weigh only the hardest, large ones all equally
-    l1: float = 0.0  # γ, L1 penalty on perturbations; 0: none
-
-    def __post_init__(self) -> None:
-        if not (self.outsider_penalty > 0 and self.temperature > 0):
-            raise FedvlmError(
-                f"outsider_penalty={self.outsider_penalty:g} and temperature={self.temperature:g} must be above 0: "
-                "losses are divided by both"
-            )
+    ascent_steps: Whole = 1  # N, ascent steps to find the worst-case perturbation; 0: random noise only
+    ascent_rate: NotNegative = 0.01  # learning rate of the ascent steps
+    sigma: NotNegative = 0.002  # σ of the noise that a perturbation starts from; a tenth of a context's initial σ
+    penalty: NotNegative = 1.0  # τ₁, penalty on the squared size of a shared context's perturbation
+    outsider_penalty: Positive = 1.0  # τ₂, penalty on the squared size of an outsider context's perturbation
+    temperature: Positive = 1.0  # μ, weighting of examples: small values weigh only the hardest, large ones all equally
+    l1: NotNegative = 0.0  # γ, L1 penalty on perturbations; 0: none
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         names = [k for k in message.shared if not is_running_statistic(k)]

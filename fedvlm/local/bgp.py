@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Batch, Message, Params
+from fedvlm.keys import NotNegative
 from fedvlm.local.base import Local, anchor_of
 from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.local.model import Model
@@ -22,7 +23,7 @@ from fedvlm.tasks import Objective
 @dataclass(frozen=True)
 class Bgp(Local):
     keep: bool = True  # true: a client's personal model is the one it trained last (the paper's); false: the shared one
-    align: float = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
+    align: NotNegative = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
     phases: Literal["both", "task", "aligned"] = "both"  # both: every second step is aligned; task: none; aligned: all
 
     def gradients(self, model: Model, message: Message, own: Params) -> Gradients:

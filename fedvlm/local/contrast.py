@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, HasSharedTwin, class_vectors
-from fedvlm.core import Batch, FedvlmError, Message, Params
+from fedvlm.core import Batch, Message, Params
+from fedvlm.keys import NotNegative, Positive
 from fedvlm.local.base import Local
 from fedvlm.local.descent import Gradients, by_autograd
 from fedvlm.local.model import Model
@@ -19,12 +20,8 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class Contrast(Local):
-    contrast: float = 1.0  # μ, weight of the contrastive term; 0: none
-    temperature: float = 0.5  # t, of the contrastive term
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise FedvlmError(f"temperature={self.temperature:g} must be above 0")
+    contrast: NotNegative = 1.0  # μ, weight of the contrastive term; 0: none
+    temperature: Positive = 0.5  # t, of the contrastive term
 
     def incompatible(self, adapter: Adapter) -> str:
         fits = adapter.alignment == "classes" and isinstance(adapter, HasSharedTwin)

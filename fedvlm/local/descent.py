@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedvlm.core import Batch, Data, Params, is_running_statistic
+from fedvlm.keys import Count, NotNegative, Positive, Range, Share
 
 Loss = Callable[[Params, Batch], Tensor]  # one number per client
 Gradients = Callable[[Params, Batch], tuple[Tensor, Sequence[Tensor]]]  # the loss, and its gradient in each parameter
+Decay = Annotated[float, Range(0, 1, below=True)]
 
 MOMENTUM = 0.1  # how far a running statistic moves towards the batch's in a step, as in torch's batch norm
 
@@ -22,14 +24,14 @@ MOMENTUM = 0.1  # how far a running statistic moves towards the batch's in a ste
 class OptimiserSettings:
     """Optimiser settings of a client. Optimiser state is reset every round."""
 
-    lr: float = 0.01  # learning rate on the clients
-    epochs: int = 1  # passes over a client's training data per round
-    batch: int = 32  # examples per step
+    lr: Positive = 0.01  # learning rate on the clients
+    epochs: Count = 1  # passes over a client's training data per round
+    batch: Annotated[int, Range(1, 1_000_000)] = 32  # examples per step
     optimiser: Literal["sgd", "adam", "adamw"] = "sgd"  # as in torch.optim
-    momentum: float = 0.0  # sgd only; 0: none
-    weight_decay: float = 0.0  # 0: none
-    betas: tuple[float, float] = (0.9, 0.999)  # adam and adamw only: decay of the running means
-    eps: float = 1e-8  # adam and adamw only: added to the denominator
+    momentum: Share = 0.0  # sgd only; 0: none
+    weight_decay: NotNegative = 0.0  # 0: none
+    betas: tuple[Decay, Decay] = (0.9, 0.999)  # adam and adamw only: decay of the running means
+    eps: Positive = 1e-8  # adam and adamw only: added to the denominator
     schedule: Literal["constant", "cosine"] = "constant"  # of the learning rate over rounds
 
     def rate(self, data: Data) -> float:

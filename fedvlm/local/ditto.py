@@ -7,6 +7,7 @@ while v is trained.
 from dataclasses import dataclass
 
 from fedvlm.core import Data, FedvlmError, Message, Params
+from fedvlm.keys import NotNegative
 from fedvlm.local import copies
 from fedvlm.local.base import Local, anchor_of
 from fedvlm.local.descent import optimise, with_proximal_term
@@ -16,7 +17,7 @@ from fedvlm.local.model import Model
 @dataclass(frozen=True)
 class Ditto(Local):
     keep: bool = True  # always true: the copy is the personal model
-    strength: float = 0.1  # λ, weight of the distance between the copy and the shared model; 0: independent
+    strength: NotNegative = 0.1  # λ, weight of the distance between the copy and the shared model; 0: independent
 
     def __post_init__(self) -> None:
         if not self.keep:

@@ -7,6 +7,7 @@ the private parameters during federated training: private_epochs=0.
 from dataclasses import dataclass, replace
 
 from fedvlm.core import Data, Message, Params, select
+from fedvlm.keys import Whole
 from fedvlm.local.base import Local
 from fedvlm.local.descent import optimise
 from fedvlm.local.model import Model
@@ -14,7 +15,7 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class FedRep(Local):
-    private_epochs: int = 1  # passes that train the private parameters, before `epochs` for the shared ones; 0: none
+    private_epochs: Whole = 1  # passes that train the private parameters, before `epochs` for the shared ones; 0: none
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         names = message.shared

@@ -8,6 +8,7 @@ part only, so the alignment (CORAL, one of those the paper offers), λ = 1 and t
 from dataclasses import dataclass
 
 from fedvlm.core import Message, Params
+from fedvlm.keys import NotNegative
 from fedvlm.local.base import Local, anchor_of
 from fedvlm.local.bgp import aligned_loss
 from fedvlm.local.descent import Gradients, by_autograd
@@ -18,8 +19,8 @@ from fedvlm.local.perfedavg import meta_gradients
 @dataclass(frozen=True)
 class Grace(Local):
     keep: bool = True  # true: a client's personal model is the one it trained last; false: the shared model
-    align: float = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
-    inner: float = 0.01  # α, learning rate of the inner step
+    align: NotNegative = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
+    inner: NotNegative = 0.01  # α, learning rate of the inner step
 
     def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
         anchor = anchor_of(message)

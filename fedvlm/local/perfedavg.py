@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Batch, Data, Message, Params
+from fedvlm.keys import Count, NotNegative
 from fedvlm.local.base import Local
 from fedvlm.local.descent import Gradients, gradient_step
 from fedvlm.local.model import Model
@@ -20,8 +21,8 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class PerFedAvg(Local):
-    inner: float = 0.01  # α, learning rate of the inner step
-    steps: int = 1  # inner steps at test time, 1 or more
+    inner: NotNegative = 0.01  # α, learning rate of the inner step
+    steps: Count = 1  # inner steps at test time, 1 or more
 
     adapts: ClassVar[bool] = True
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fedvlm.core import Message, Params
+from fedvlm.keys import NotNegative
 from fedvlm.local.base import Local, anchor_of
 from fedvlm.local.descent import Gradients, with_proximal_term
 from fedvlm.local.model import Model
@@ -10,7 +11,7 @@ from fedvlm.local.model import Model
 
 @dataclass(frozen=True)
 class Prox(Local):
-    mu: float = 0.01  # μ, weight of the proximal term; 0: FedAvg
+    mu: NotNegative = 0.01  # μ, weight of the proximal term; 0: FedAvg
 
     def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
         return with_proximal_term(super().gradients(model, message, own), anchor_of(message), self.mu)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Task
 from fedvlm.core import Batch, Data, Message, Params, is_running_statistic
-from fedvlm.local.base import Local, Shapes, Trained
+from fedvlm.local.base import Local, Trained
 from fedvlm.local.copies import COPY
 from fedvlm.local.descent import Gradients
 from fedvlm.local.model import Model
+from fedvlm.schema import Field, Fields
 
 CONTROL = "control."  # prefix of c_i⁺ − c_i in the reply
 DRIFT = COPY + "drift."  # prefix of c_i in a client's row
@@ -28,8 +29,10 @@ DRIFT = COPY + "drift."  # prefix of c_i in a client's row
 class Scaffold(Local):
     partner: ClassVar[str] = "scaffold"
 
-    def uploads(self, task: Task, shared: Params) -> Shapes:
-        return super().uploads(task, shared) | {CONTROL + k: tuple(v.shape) for k, v in shared.items()}
+    def uploads(self, task: Task, shared: Params) -> Fields:
+        return super().uploads(task, shared) | {
+            CONTROL + k: Field(tuple(v.shape), update=True) for k, v in shared.items()
+        }
 
     def private_state(self, shared: Params) -> Params:
         return super().private_state(shared) | {DRIFT + k: torch.zeros_like(v) for k, v in shared.items()}

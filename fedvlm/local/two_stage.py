@@ -28,9 +28,11 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, HasRawEmbedding, Task, class_vectors
 from fedvlm.core import Batch, Data, FedvlmError, Message, Params, with_client_axis
-from fedvlm.local.base import Local, Shapes
+from fedvlm.keys import Count, NotNegative, Share
+from fedvlm.local.base import Local
 from fedvlm.local.descent import Gradients, optimise
 from fedvlm.local.model import Model
+from fedvlm.schema import SHARE, Fields
 from fedvlm.seeds import generator
 
 REINFORCED = "reinforced"  # the stage in which a reference model comes with the message
@@ -48,13 +50,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoStage(Local):
-    actions: int = 3  # G, actions drawn per image in stage 2
-    updates: int = 3  # steps per batch in stage 2
-    noise: float = 0.1  # σ of the noise on the embedding when actions are drawn; 0: none
+    actions: Count = 3  # G, actions drawn per image in stage 2
+    updates: Count = 3  # steps per batch in stage 2
+    noise: NotNegative = 0.1  # σ of the noise on the embedding when actions are drawn; 0: none
     relative_noise: bool = False  # true: `noise` is its length as a share of the embedding's; false: absolute
-    clip: float = 0.2  # ε, the ratio ρ is clipped to 1 − ε … 1 + ε
-    clip_high: float = 0.28  # ε of the upper bound, for dapo and gmpo
-    kl_weight: float = 0.5  # β, weight of the KL to the reference model; 0: none
+    clip: Share = 0.2  # ε, the ratio ρ is clipped to 1 − ε … 1 + ε
+    clip_high: NotNegative = 0.28  # ε of the upper bound, for dapo and gmpo
+    kl_weight: NotNegative = 0.5  # β, weight of the KL to the reference model; 0: none
     kl: Literal["sampled", "exact"] = "sampled"  # the KL is estimated at the actions (Eq. 9), or summed over classes
     algorithm: Literal["grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo"] = "grpo"  # the objective of stage 2 (D.4)
 
@@ -68,8 +70,8 @@ class TwoStage(Local):
         able = isinstance(adapter, HasRawEmbedding) and adapter.alignment == "images"
         return "" if able else "needs embeddings before they are normalised; use adapter=lora towers=image (or both)"
 
-    def uploads(self, task: Task, shared: Params) -> Shapes:
-        return super().uploads(task, shared) | {"clipped": (), "flat": ()}
+    def uploads(self, task: Task, shared: Params) -> Fields:
+        return super().uploads(task, shared) | {"clipped": SHARE, "flat": SHARE}
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         zeros = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Cohort, State
+from fedvlm.keys import NotNegative
 from fedvlm.local.model import Model
 from fedvlm.merge.ga import Ga, normalised
 
 
 @dataclass(frozen=True)
 class Afl(Ga):
-    weight_lr: float = 0.1  # γ, learning rate of the clients' weights
+    weight_lr: NotNegative = 0.1  # γ, learning rate of the clients' weights
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Data, Params, Reply, State, is_running_statistic
 from fedvlm.errors import FedvlmError
-from fedvlm.local.base import Shapes
 from fedvlm.local.model import Model
+from fedvlm.schema import Fields
 
 
 class Start(NamedTuple):
@@ -45,7 +45,7 @@ class Merge:
         """Why it cannot be used with this adapter; "" where it can."""
         return ""
 
-    def uploads(self, task: Task) -> Shapes:
+    def uploads(self, task: Task) -> Fields:
         """What clients send for this merge beside what their local rule sends."""
         return {}
 

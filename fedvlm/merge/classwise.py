@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Data, Params, State
-from fedvlm.local.base import Shapes
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, Replies
+from fedvlm.schema import SIZE, Fields
 from fedvlm.tasks import SEGMENTATION
 
 BY_CLASS = ("context", "head")  # parameters with one row per class, where their first axis has that length
@@ -32,8 +32,8 @@ class Classwise(Merge):
             return ""
         return "averages by class, and masks have no classes; use merge=mean"
 
-    def uploads(self, task: Task) -> Shapes:
-        return {"class_counts": (len(task.classes),)}
+    def uploads(self, task: Task) -> Fields:
+        return {"class_counts": SIZE._replace(shape=(len(task.classes),), low=0)}
 
     def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
         return {"class_counts": data.class_counts(len(model.task.classes))}, {}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Cohort, State
+from fedvlm.keys import Count
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Replies
 from fedvlm.merge.ga import Ga, normalised
@@ -25,7 +26,7 @@ SMALLEST_CHANGE = 1e-8  # of a gap: smaller changes make the slope unreliable
 
 @dataclass(frozen=True)
 class Faa(Ga):
-    every: int = 1  # FAA each k-th round, GA in between
+    every: Count = 1  # FAA each k-th round, GA in between
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         if cohort.round % self.every:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Cohort, State
+from fedvlm.keys import NotNegative
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, Replies, Start, require_gaps
 
@@ -21,7 +22,7 @@ from fedvlm.merge.base import Merge, Replies, Start, require_gaps
 @dataclass(frozen=True)
 class Ga(Merge):
     gaps: bool = True  # always true: the weights are computed from the gaps
-    step: float = 0.2  # largest change of a weight in the first round, times the number of clients; falls linearly
+    step: NotNegative = 0.2  # largest change of a weight in round 1, times the number of clients; falls linearly
 
     def __post_init__(self) -> None:
         require_gaps(self)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from fedvlm.core import Cohort, State
+from fedvlm.keys import Count, Whole
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge
 
 
 @dataclass(frozen=True)
 class Krum(Merge):
-    byzantine: int = 1  # f, how many clients may be Byzantine
-    best: int = 1  # how many replies are averaged
+    byzantine: Whole = 1  # f, how many clients may be Byzantine
+    best: Count = 1  # how many replies are averaged
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)

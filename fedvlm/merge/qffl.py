@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fedvlm.core import Cohort, State, with_client_axis
+from fedvlm.keys import NotNegative, Positive
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, require_gaps
 
@@ -18,8 +19,8 @@ from fedvlm.merge.base import Merge, require_gaps
 @dataclass(frozen=True)
 class Qffl(Merge):
     gaps: bool = True  # always true: F_i is the loss `before` that comes with the gaps
-    q: float = 1.0  # exponent of the loss; 0: FedAvg with uniform weights, larger: fairer
-    step_size: float = 0.1  # η, the paper's 1/L: about the distance that a client's model moves in a round
+    q: NotNegative = 1.0  # exponent of the loss; 0: FedAvg with uniform weights, larger: fairer
+    step_size: Positive = 0.1  # η, the paper's 1/L: about the distance that a client's model moves in a round
 
     def __post_init__(self) -> None:
         require_gaps(self)

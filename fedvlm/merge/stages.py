@@ -18,11 +18,12 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Task
 from fedvlm.core import Cohort, Data, FedvlmError, Params, Reply, State
-from fedvlm.local.base import Shapes
+from fedvlm.keys import Count, NotNegative
 from fedvlm.local.model import Model
 from fedvlm.local.two_stage import REINFORCED
 from fedvlm.merge.base import Start
 from fedvlm.merge.mean import Mean, OnReply
+from fedvlm.schema import SHARE, Fields
 
 FINAL = "sft."  # prefix of the model at the switch, in the server's state
 RECORDED = ("accuracy", "clipped", "flat")  # values of the replies that are recorded, as means over clients
@@ -31,8 +32,8 @@ RECORDED = ("accuracy", "clipped", "flat")  # values of the replies that are rec
 @dataclass(frozen=True)
 class Stages(Mean):
     stage: Literal["both", "supervised", "reinforced"] = "both"  # both, or (ablations) only one of them
-    tolerance: float = 0.003  # ε_acc, the change of training accuracy below which a round counts as converged
-    patience: int = 2  # T_r, converged rounds in a row that end the first stage
+    tolerance: NotNegative = 0.003  # ε_acc, the change of training accuracy below which a round counts as converged
+    patience: Count = 2  # T_r, converged rounds in a row that end the first stage
     reference: Literal["mix", "latest", "final"] = "mix"  # the latest model, the one at the switch, or their mean (mix)
 
     def __post_init__(self) -> None:
@@ -42,8 +43,8 @@ class Stages(Mean):
                 "stage=supervised has no second stage, stage=reinforced no first one"
             )
 
-    def uploads(self, task: Task) -> Shapes:
-        return {"accuracy": ()}
+    def uploads(self, task: Task) -> Fields:
+        return {"accuracy": SHARE}
 
     @torch.no_grad()
     def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:

@@ -23,11 +23,12 @@ from torch.nn import functional as F
 from fedvlm.adapters.base import Adapter, HasTowers, Task, class_vectors
 from fedvlm.adapters.lora import Lora
 from fedvlm.core import Cohort, Data, FedvlmError, Params, Reply, State, copy_per_client, with_client_axis
-from fedvlm.local.base import Shapes
+from fedvlm.keys import Count, NotNegative, Positive, PositiveShare, Whole
 from fedvlm.local.descent import OptimiserSettings, optimise
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Start
 from fedvlm.merge.stages import Stages, mean_by_client, training_blocks
+from fedvlm.schema import Field, Fields
 from fedvlm.seeds import generator
 
 TOWER = "text."  # prefix of the text tower's low-rank changes, in the server's state
@@ -35,16 +36,14 @@ TOWER = "text."  # prefix of the text tower's low-rank changes, in the server's 
 
 @dataclass(frozen=True)
 class TextServer(Stages):
-    text_rank: int = 4  # rank of the text tower's changes
-    text_layers: int = 2  # the last layers of the text tower, which are trained; 0: all
-    text_lr: float = 1e-3  # learning rate of the text tower
-    text_epochs: int = 2  # passes over the received embeddings per round
-    text_batch: int = 64  # embeddings per step of the text tower
-    upload_share: float = 1.0  # share of a client's embeddings of each class that is sent; 1: all
-    upload_groups: int = (
-        0  # means per class that a client sends in place of the embeddings; 0: the embeddings themselves
-    )
-    upload_noise: float = 0.0  # σ of the noise that is added to what a client sends; 0: none
+    text_rank: Count = 4  # rank of the text tower's changes
+    text_layers: Whole = 2  # the last layers of the text tower, which are trained; 0: all
+    text_lr: Positive = 1e-3  # learning rate of the text tower
+    text_epochs: Count = 2  # passes over the received embeddings per round
+    text_batch: Count = 64  # embeddings per step of the text tower
+    upload_share: PositiveShare = 1.0  # share of a client's embeddings of each class that is sent; 1: all
+    upload_groups: Whole = 0  # means per class that a client sends in place of its embeddings; 0: the embeddings
+    upload_noise: NotNegative = 0.0  # σ of the noise that is added to what a client sends; 0: none
 
     reveals: ClassVar[str] = "embeddings of private images, and their labels"
 
@@ -62,8 +61,12 @@ class TextServer(Stages):
         """What the server trains."""
         return Lora(rank=self.text_rank, layers=self.text_layers, projections=("q", "k", "v", "out"), towers="text")
 
-    def uploads(self, task: Task) -> Shapes:
-        return super().uploads(task) | {"embeddings": (-1, task.dim), "labels": (-1,)}
+    def uploads(self, task: Task) -> Fields:
+        reach = 1 + 10 * self.upload_noise  # embeddings have length 1
+        return super().uploads(task) | {
+            "embeddings": Field((-1, task.dim), low=-reach, high=reach),
+            "labels": Field((-1,), low=0, high=len(task.classes) - 1, whole=True),
+        }
 
     @torch.no_grad()
     def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from fedvlm import transport
 from fedvlm.core import Cohort, FedvlmError, Params
+from fedvlm.keys import Positive, Share
 from fedvlm.merge.base import Replies
 from fedvlm.merge.classwise import Classwise
 
 
 @dataclass(frozen=True)
 class Transport(Classwise):
-    retain: float = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
-    relaxation: float = 0.1  # τ, penalty on unequal masses of outsiders, as a share of the largest cost
-    class_like: float = 0.1  # share of all outsider contexts that count as class-like; 0: none
+    retain: Share = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
+    relaxation: Positive = 0.1  # τ, penalty on unequal masses of outsiders, as a share of the largest cost
+    class_like: Share = 0.1  # share of all outsider contexts that count as class-like; 0: none
     keep_nouns: bool = False  # true: keep the least class-like version of each noun; false: the least class-like of all
 
     requires_parameters: ClassVar[tuple[str, ...]] = ("context", "outsiders")

@@ -1,15 +1,17 @@
 """Coordinate-wise trimmed mean (Yin et al., 2018): the mean without each coordinate's largest and smallest values."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from fedvlm.core import Cohort, State
+from fedvlm.keys import Range
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge
 
 
 @dataclass(frozen=True)
 class Trimmed(Merge):
-    trim: float = 0.2  # share of clients removed at each end; at least one where three or more answered
+    trim: Annotated[float, Range(0, 0.5)] = 0.2  # share of clients removed at each end; of three or more at least one
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)

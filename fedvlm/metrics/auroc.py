@@ -15,6 +15,7 @@ from fedvlm.metrics.detection import SCORES, Scores, auroc
 @dataclass(frozen=True)
 class Auroc(PerClient):
     extra: ClassVar[str] = "outsiders"
+    limits: ClassVar[tuple[float, float]] = (-1, 1)
 
     def shape(self, model: Model) -> tuple[int, ...]:
         return (len(SCORES),)

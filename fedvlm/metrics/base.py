@@ -7,6 +7,7 @@ both cases `result` turns statistics into numbers; it need not be a mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -26,6 +27,8 @@ class Metric:
     extra: ClassVar[str] = (
         ""  # measured where the data has extra examples of this name (outsiders=, corrupt=); "" always
     )
+    limits: ClassVar[tuple[float, float]] = (-math.inf, math.inf)  # of a statistic (additive ones: of one example);
+    # a client that sends one outside is refused
     task_types: ClassVar[tuple[TaskType, ...]] = (CLASSIFICATION, NEXT_CHARACTER)
 
     def shape(self, model: Model) -> tuple[int, ...]:

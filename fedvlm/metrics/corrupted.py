@@ -12,6 +12,7 @@ from fedvlm.metrics.base import Additive
 @dataclass(frozen=True)
 class Corrupted(Additive):
     extra: ClassVar[str] = "corrupted"
+    limits: ClassVar[tuple[float, float]] = (0, 1)
 
     def each(self, model: Model, logits: Tensor, y: Tensor) -> Tensor:
         return model.adapter.task_type.score(logits, y)

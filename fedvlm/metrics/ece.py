@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvlm.keys import Count
 from fedvlm.local.model import Model
 from fedvlm.metrics.base import Additive, one_hot_statistic
 
 
 @dataclass(frozen=True)
 class Ece(Additive):
-    bins: int = 15
+    bins: Count = 15
 
     lower_is_better: ClassVar[bool] = True
+    limits: ClassVar[tuple[float, float]] = (-1, 1)
 
     def shape(self, model: Model) -> tuple[int, ...]:
         return (self.bins, 1)

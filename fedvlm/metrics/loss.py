@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedvlm.local.model import Model
 from fedvlm.metrics.base import Additive
+from fedvlm.schema import VALIDATION
 from fedvlm.tasks import CLASSIFICATION, NEXT_CHARACTER, SEGMENTATION, TaskType
 
 
@@ -15,6 +16,7 @@ class Loss(Additive):
     lower_is_better: ClassVar[bool] = True
     percent: ClassVar[bool] = False
     task_types: ClassVar[tuple[TaskType, ...]] = (CLASSIFICATION, NEXT_CHARACTER, SEGMENTATION)
+    limits: ClassVar[tuple[float, float]] = (VALIDATION.low, VALIDATION.high)
 
     def each(self, model: Model, logits: Tensor, y: Tensor) -> Tensor:
         return model.adapter.task_type.loss(logits, y)

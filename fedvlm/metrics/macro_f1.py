@@ -1,6 +1,7 @@
 """Macro F1: the mean over classes of 2·TP / (2·TP + FP + FN); classes neither present nor predicted are left out."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from fedvlm.metrics.base import Additive
 
 @dataclass(frozen=True)
 class MacroF1(Additive):
+    limits: ClassVar[tuple[float, float]] = (0, 1)
+
     def shape(self, model: Model) -> tuple[int, ...]:
         return (len(model.task.classes), 3)
 

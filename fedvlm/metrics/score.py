@@ -13,6 +13,7 @@ from fedvlm.tasks import CLASSIFICATION, NEXT_CHARACTER, SEGMENTATION, TaskType
 @dataclass(frozen=True)
 class Score(Additive):
     task_types: ClassVar[tuple[TaskType, ...]] = (CLASSIFICATION, NEXT_CHARACTER, SEGMENTATION)
+    limits: ClassVar[tuple[float, float]] = (0, 1)
 
     def each(self, model: Model, logits: Tensor, y: Tensor) -> Tensor:
         return model.adapter.task_type.score(logits, y)

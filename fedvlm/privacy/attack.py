@@ -37,7 +37,7 @@ from fedvlm.local.copies import adapter_params
 from fedvlm.merge.text_server import TextServer
 from fedvlm.method import Method
 from fedvlm.metrics.detection import auroc
-from fedvlm.predictor import private_row
+from fedvlm.predictor import check_state, private_row
 from fedvlm.records import MEASURES, RoundRecord, value_of
 from fedvlm.report.table import Table, Value
 from fedvlm.report.tables import METRICS, backbone_id, format_value, plus_minus
@@ -77,10 +77,10 @@ class Leak(NamedTuple):
     sent: float  # embeddings per client
 
 
-def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False) -> list[Row]:
+def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False, trusted: bool = False) -> list[Row]:
     """A row with the utility and leakage of the run; with `what_if` also the leakage under each of PROTECTIONS, had it
-    been used in the last round only."""
-    record, setup = run.record, run.setup()
+    been used in the last round only. `trusted`: see trust.py."""
+    record, setup = run.record, run.setup(trusted)
     if not isinstance(setup.merge, TextServer):
         raise FedvlmError(f"{run.folder.name}: {why_not(setup.merge.reveals)}")
     saved = run.load()
@@ -90,6 +90,7 @@ def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False) -> l
     if (pool.fingerprint, pool.backbone) != (record.data.fingerprint, backbone_id(record)):
         raise FedvlmError(f"{run.folder.name}: data={setup.config.data} or the backbone is not what it was trained on")
     (state, round), (method, federation) = saved, train.prepare(setup, pool)
+    check_state(state, method, run.folder / "state.safetensors")
     method = method.for_message(state.message())
     data, names, own = replace(federation.data, round=round), list(federation.names), setup.merge
     alternatives = [replace(own, **p._asdict()) for p in PROTECTIONS] if what_if else []

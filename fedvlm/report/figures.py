@@ -23,6 +23,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from fedvlm import files
 from fedvlm.evaluate.protocols import by_seed, is_base_to_novel
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, RoundRecord, RunRecord, Scores
@@ -102,8 +103,14 @@ def figure(runs: list[RunFolder], path: Path, theme: Theme = LIGHT) -> None:
 
 
 def write(picture: Picture, path: Path, theme: Theme) -> None:
+    files.write(path, png(picture, theme))
+
+
+def png(picture: Picture, theme: Theme) -> bytes:
+    out = BytesIO()
     with styled(theme):
-        picture.savefig(path, format="png", dpi=200)
+        picture.savefig(out, format="png", dpi=200)
+    return out.getvalue()
 
 
 def settled(picture: Picture) -> Picture:

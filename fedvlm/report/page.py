@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedvlm import files
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.protocols import is_base_to_novel, row, target
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
 from fedvlm.report import fairness
-from fedvlm.report.figures import DARK, LIGHT, Theme, figure
+from fedvlm.report.figures import DARK, LIGHT, Picture, Theme, drawn, png
 from fedvlm.report.tables import (
     DASH,
     Groups,
@@ -64,15 +64,15 @@ def page(runs: list[RunFolder], path: Path) -> None:
         any_base_to_novel=any(base_to_novel),
         all_base_to_novel=all(base_to_novel),
         verdicts=against(table),
-        scores={"light": picture(figure, runs, LIGHT), "dark": picture(figure, runs, DARK)},
-        fairness={"light": picture(fairness.figure, runs, LIGHT), "dark": picture(fairness.figure, runs, DARK)},
+        scores={"light": picture(drawn, runs, LIGHT), "dark": picture(drawn, runs, DARK)},
+        fairness={"light": picture(fairness.drawn, runs, LIGHT), "dark": picture(fairness.drawn, runs, DARK)},
         matrices=matrices(groups),
         most_columns=MOST_COLUMNS,
         traffic=[traffic(label, records) for label, records in groups.items()],
         runs=listing(runs),
         unfinished=[r.folder.name for r in runs if not r.done],
     )
-    path.write_text(html, encoding="utf-8")
+    files.write(path, html)
 
 
 def heading(groups: Groups) -> str:
@@ -111,11 +111,9 @@ def percent(value: float | None) -> str:
     return DASH if value is None or np.isnan(value) else f"{100 * value:.1f}"
 
 
-def picture(draw: Callable[[list[RunFolder], Path, Theme], None], runs: list[RunFolder], theme: Theme) -> str:
+def picture(draw: Callable[[list[RunFolder], Theme], Picture], runs: list[RunFolder], theme: Theme) -> str:
     """The figure as a PNG in base64."""
-    with tempfile.TemporaryDirectory() as folder:
-        draw(runs, Path(folder) / "figure.png", theme)
-        return base64.b64encode((Path(folder) / "figure.png").read_bytes()).decode()
+    return base64.b64encode(png(draw(runs, theme), theme)).decode()
 
 
 def matrices(groups: Groups) -> list[Matrix]:

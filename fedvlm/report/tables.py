@@ -4,12 +4,14 @@ seeds, costs, the numbers published in the method's paper, and the further metri
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
+from fedvlm import files
 from fedvlm.config import binding
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.protocols import by_seed, is_base_to_novel, mean_if_complete, partial, target
@@ -243,9 +245,29 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
                 f"{name}: seeds {', '.join(map(str, incomplete))} are left out because they lack targets that other "
                 "seeds have"
             )
+        out += [f"{name}: {text}" for text in incidents(group, select)]
     if has_published:
         sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
         out.append(f"the paper's numbers were measured with another backbone and are no target: {'; '.join(sources)}")
+    return out
+
+
+def incidents(group: list[RunRecord], select: Select) -> list[str]:
+    """What makes these numbers less than they seem: rounds that changed nothing, and clients that are not in them."""
+    results = [r.finished for r in group]
+    void, rounds = sum(r.void for r in results), sum(int(str(r.config["rounds"])) for r in group)
+    out = [f"{void} of {rounds} rounds changed nothing (see `void` in rounds.jsonl)"] if void else []
+    if bounded := sum(r.bounded for r in results):
+        out.append(f"in {bounded} of {rounds} rounds updates were shortened to bound= medians (bound=0: never)")
+    for words, names in (
+        (
+            "not in the scores, because they did not answer",
+            {n for r in results for n in r.at(select).get("missing", [])},
+        ),
+        ("in quarantine after refused answers", {n for r in results for n in r.quarantined}),
+    ):
+        if names:
+            out.append(f"clients {words}: {', '.join(sorted(names)[:10])}{', …' if len(names) > 10 else ''}")
     return out
 
 
@@ -289,10 +311,11 @@ def write_csv(table: Table, path: Path) -> None:
     names += [f"paper_{m}" for m in metrics if any(f"paper_{m}" in v for v in table.values)]
     pooled = {c: f"{c}_pooled" for c in table.columns if any(f"{c}_pooled" in v for v in table.values)}
     names += [name for pair in pooled.items() for name in pair]
-    with path.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows({k: "" if v.get(k) is None else v[k] for k in names} for v in table.values)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows({k: "" if v.get(k) is None else v[k] for k in names} for v in table.values)
+    files.write(path, out.getvalue())
 
 
 def latex(table: Table) -> str:

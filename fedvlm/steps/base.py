@@ -1,33 +1,21 @@
 """What a step is: what it computes on a few clients side by side, and the schema of its reply.
 
 A step is a pure function of (private rows, message, data): random only through seeds derived from (run, round, client).
-Engines know the schema and nothing else of a step; they check every reply against it.
+Engines know the schema and nothing else of a step; the server checks every reply against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from fedvlm.core import Data, Message, Params
-from fedvlm.local.base import Shapes
+from fedvlm.core import Data, Extra, Message, Params
+from fedvlm.schema import Schema as Schema
 
 if TYPE_CHECKING:
     from fedvlm.method import Method
-
-
-class Schema(NamedTuple):
-    """What one client may answer: anything else is refused."""
-
-    values: Shapes
-    shared: bool = False  # the shared parameters come back, too
-
-    @property
-    def ragged(self) -> list[str]:
-        """Values with an axis of any length."""
-        return [k for k, shape in self.values.items() if -1 in shape]
 
 
 class Answer(NamedTuple):
@@ -42,8 +30,8 @@ class Answer(NamedTuple):
 class Step:
     trains: bool = False  # it changes private rows
 
-    def schema(self, method: Method, extras: Collection[str]) -> Schema:
-        """`extras`: the names of extra examples that the clients' data has."""
+    def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
+        """`extras`: extra examples that the clients' data has, by name."""
         raise NotImplementedError
 
     def prepare(self, method: Method, message: Message) -> Params:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedvlm.adapters.base import HasDiagnostics
-from fedvlm.core import Data, Message, Params, with_client_axis
+from fedvlm.core import Data, Extra, Message, Params, with_client_axis
+from fedvlm.schema import Field
 from fedvlm.steps.base import Answer, Schema, Step
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class Diagnose(Step):
-    def schema(self, method: Method, extras: Collection[str]) -> Schema:
+    def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
         adapter = method.adapter
-        return Schema(dict.fromkeys(adapter.diagnostics, ()) if isinstance(adapter, HasDiagnostics) else {})
+        return Schema(dict.fromkeys(adapter.diagnostics, Field()) if isinstance(adapter, HasDiagnostics) else {})
 
     def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:
         if not isinstance(method.adapter, HasDiagnostics):

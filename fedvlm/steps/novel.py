@@ -6,7 +6,7 @@ to novel.shared serves for all.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from fedvlm.adapters.base import Task
 from fedvlm.core import Data, Extra, Message, Params
 from fedvlm.local.model import Model
+from fedvlm.schema import Field
 from fedvlm.steps.base import Answer, Schema, Step
 from fedvlm.steps.predict import model_of
 
@@ -26,8 +27,13 @@ class Novel(Step):
     def __init__(self, view: str):
         self.view = view
 
-    def schema(self, method: Method, extras: Collection[str]) -> Schema:
-        return Schema({half: (len(task.classes),) for half, task in method.base_and_novel.items()})
+    def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
+        return Schema(
+            {
+                half: Field((len(task.classes),), low=0, high=len(extras[half].x), whole=True)
+                for half, task in method.base_and_novel.items()
+            }
+        )
 
     @torch.no_grad()
     def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:

@@ -5,7 +5,7 @@ Each view's model is prepared once and each example is predicted once per view. 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import PREPARED, HasDetectionScores
-from fedvlm.core import SPLITS, Data, Message, Params
-from fedvlm.local.base import Shapes
+from fedvlm.core import SPLITS, Data, Extra, Message, Params
 from fedvlm.local.model import Model
 from fedvlm.metrics.base import Additive, ClientView, PerClient
 from fedvlm.metrics.detection import SCORES, scores_of
+from fedvlm.schema import Field, Fields
 from fedvlm.steps.base import Answer, Schema, Step
 from fedvlm.steps.predict import Predictor, model_of, one_model, one_per_client, sums
 
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 
 class Score(Step):
-    def schema(self, method: Method, extras: Collection[str]) -> Schema:
-        values: Shapes = {"count": (3,)}
+    def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
+        values: Fields = {"count": Field((3,), low=1, high=1, per="split", whole=True)}  # just what a client declared
         for name, metric in method.metrics_for(extras).items():
-            by_split = (3,) if isinstance(metric, Additive) and not metric.extra else ()
-            values |= {f"{view}.{name}": (*by_split, *metric.shape(method.model)) for view in method.views}
+            low, high = metric.limits
+            shape, per = metric.shape(method.model), ""
+            if isinstance(metric, Additive):
+                shape, per = (shape, "test") if metric.extra else ((3, *shape), "split")
+            values |= {f"{view}.{name}": Field(shape, low, high, per) for view in method.views}
         return Schema(values)
 
     @torch.no_grad()

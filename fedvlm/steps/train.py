@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from fedvlm.core import Data, Message, Params, with_client_axis
+from fedvlm.core import Data, Extra, Message, Params, with_client_axis
 from fedvlm.local import copies
 from fedvlm.steps.base import Answer, Schema, Step
 from fedvlm.steps.validate import validation_loss
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Train(Step):
     trains = True
 
-    def schema(self, method: Method, extras: Collection[str]) -> Schema:
+    def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
         return Schema(method.uploads, shared=True)
 
     def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:

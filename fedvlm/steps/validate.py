@@ -5,7 +5,7 @@ GA and FAA weight clients by it. On training data where a client has no validati
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Data, Message, Params, select, with_client_axis
+from fedvlm.core import Data, Extra, Message, Params, select, with_client_axis
 from fedvlm.metrics.loss import Loss
+from fedvlm.schema import VALIDATION
 from fedvlm.steps.base import Answer, Schema, Step
 from fedvlm.steps.predict import one_model, one_per_client, sums
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Validate(Step):
-    def schema(self, method: Method, extras: Collection[str]) -> Schema:
-        return Schema({"val": ()})
+    def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
+        return Schema({"val": VALIDATION})
 
     def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:
         return Answer(own, {"val": validation_loss(method, own, with_client_axis(message.shared), data)})

@@ -1,0 +1,285 @@
+"""What the server accepts from clients: replies that fit their step's schema, updates of a bounded length, and nothing more
+from a client that offended in three rounds. Every engine's replies pass through here (core.Cohort)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm import steps
+from fedvlm.core import SPLITS, Extra, Message, Params, Reply
+from fedvlm.names import printable
+from fedvlm.records import RoundRecord
+from fedvlm.schema import Field, Schema
+
+if TYPE_CHECKING:
+    from fedvlm.method import Method
+
+OFFENCES = 3  # rounds with an offence after which a client is no longer asked
+LONGEST_REST = 8  # rounds
+FAR = 100  # an update of more than so many medians is refused: no honest client was above 40 (docs/robustness.md)
+HELD_BYTES, HELD_CLIENTS = 256 << 20, 8  # replies that are held back until the median length of updates is known
+SLACK = 1e-4  # of a limit, for sums in float32
+TEXT = 300  # characters of a reason that came from a client
+
+
+class Offence(NamedTuple):
+    client: int
+    reason: str
+
+
+class Measured(NamedTuple):
+    reply: Reply
+    lengths: Tensor  # of updates, [clients, 2]
+
+
+class Guard:
+    def __init__(
+        self,
+        method: Method,
+        names: tuple[str, ...],
+        declared: np.ndarray,
+        extras: Mapping[str, Extra],
+        bound: float = 0.0,
+        log: Callable[[str], None] = print,
+    ):
+        """`declared` [clients, 3]: how many train, val and test examples each client said it has when it joined."""
+        self.method, self.names, self.declared, self.extras = method, names, declared, extras
+        self.bound, self.log = bound, log
+        self.offences: dict[int, int] = {}  # rounds with an offence, by client
+        self.reasons: dict[int, str] = {}  # of this round
+        self.late: set[int] = set()  # in this round
+        self.lateness: dict[int, int] = {}  # rounds in a row, by client
+        self.rests_until: dict[int, int] = {}
+        self.bounded: dict[int, float] = {}  # of this round: an update's length, as a multiple of the median
+
+    @property
+    def quarantined(self) -> list[int]:
+        return sorted(i for i, n in self.offences.items() if n >= OFFENCES)
+
+    def schema(self, step: str) -> Schema:
+        return steps.find(step).schema(self.method, self.extras)
+
+    def offence(self, client: int, round: int, reason: str) -> None:
+        text = printable(reason, TEXT)
+        self.reasons[client] = text
+        self.log(f"round {round}: client {self.names[client]} is left out: {text}")
+
+    def failed(self, client: int, round: int, reason: str, late: bool = False) -> None:
+        """A client that does not answer is unlucky, not an offender; one that is late is asked less often."""
+        self.log(f"round {round}: client {self.names[client]} is left out: {printable(reason, TEXT)}")
+        if late:
+            self.late.add(client)
+
+    def to_ask(self, ids: np.ndarray, need: int, round: int, last: bool) -> np.ndarray:
+        """Without clients in quarantine, and without those that were late and rest, unless `need` clients cannot be reached
+        otherwise or it is the last round."""
+        allowed = ids[~np.isin(ids, self.quarantined)]
+        resting = [i for i, until in self.rests_until.items() if round <= until]
+        rested = allowed[~np.isin(allowed, resting)]
+        return rested if len(rested) >= need and not last else allowed
+
+    def end_round(self, round: int) -> RoundRecord:
+        """Counts the offences of a round, plans rests, and returns what belongs into the round's record."""
+        for i in self.reasons:
+            self.offences[i] = self.offences.get(i, 0) + 1
+        for i in list(self.lateness):
+            if i not in self.late and self.rests_until.get(i, 0) < round:
+                del self.lateness[i]
+        for i in self.late:
+            self.lateness[i] = self.lateness.get(i, 0) + 1
+            self.rests_until[i] = round + min(LONGEST_REST, 2 ** (self.lateness[i] - 1))
+        name = self.names
+        found: RoundRecord = {
+            "offences": {name[i]: text for i, text in sorted(self.reasons.items())},
+            "quarantined": [name[i] for i in self.quarantined],
+            "late": [name[i] for i in sorted(self.late)],
+            "bounded": {name[i]: round_to(x) for i, x in sorted(self.bounded.items())},
+        }
+        self.reasons, self.late, self.bounded = {}, set(), {}
+        return {k: v for k, v in found.items() if v}  # type: ignore[return-value]
+
+    def restore(self, offenders: Iterator[Mapping[str, str]]) -> None:
+        """The offences of earlier rounds, from their records."""
+        position = {name: i for i, name in enumerate(self.names)}
+        for named in offenders:
+            for i in (position[name] for name in named if name in position):
+                self.offences[i] = self.offences.get(i, 0) + 1
+
+    def accepted(self, replies: Iterator[Reply], step: str, message: Message, round: int) -> Iterator[Reply]:
+        """The replies that fit the schema, with updates of a bounded length."""
+        schema = self.schema(step)
+        fitting = (found for reply in replies for found in self._fitting(reply, schema, message.shared, round))
+        if schema.shared and self.bound:
+            yield from self._with_bounded_updates(fitting, schema, message.shared, round)
+        else:
+            yield from (reply for reply, _ in fitting)
+
+    def _fitting(self, reply: Reply, schema: Schema, sent: Params, round: int) -> Iterator[Measured]:
+        offences, lengths = self.examine(reply, schema, sent)
+        found = dict(reversed(offences))  # the first of each client is told
+        for i, reason in found.items():
+            self.offence(i, round, reason)
+        keep = ~np.isin(reply.ids, list(found))
+        if keep.all():
+            yield Measured(reply, lengths)
+        elif keep.any():
+            yield only(Measured(reply, lengths), torch.from_numpy(np.flatnonzero(keep)))
+
+    def violations(self, reply: Reply, schema: Schema, sent: Params) -> list[Offence]:
+        """What is wrong with the replies of these clients: names, shapes, dtypes, numbers that are not finite, ranges."""
+        return self.examine(reply, schema, sent)[0]
+
+    def examine(self, reply: Reply, schema: Schema, sent: Params) -> tuple[list[Offence], Tensor]:
+        """What is wrong, and how long the updates are (see `update_lengths`)."""
+        ids: list[int] = reply.ids.tolist()
+        everybody, nothing = torch.ones(len(ids), dtype=torch.bool), torch.empty(0)
+        expected = {k: (f.shape, torch.get_default_dtype()) for k, f in schema.values.items()}
+        trained = {k: (tuple(v.shape), v.dtype) for k, v in sent.items()} if schema.shared else {}
+        for params, wanted in ((reply.values, expected), (reply.shared, trained)):
+            if reason := misshapen(params, wanted, len(ids)):
+                return told(ids, everybody, reason), nothing
+        if len({reply.values[k].shape[1] for k in schema.ragged}) > 1:
+            return told(ids, everybody, "sent values of different lengths for the same examples"), nothing
+        declared = torch.from_numpy(self.declared[reply.ids])
+        lengths, found = update_lengths(reply, schema, sent), list[Offence]()
+        if not lengths.isfinite().all():
+            for name, value in reply.shared.items():
+                found += told(ids, ~finite(value), f"sent {name} with numbers that are not finite")
+        for name, value in reply.shared.items():
+            if name.endswith("running_var"):
+                found += told(ids, (value.flatten(1) < 0).any(1), f"sent {name}, a variance, below zero")
+        for name, field in schema.values.items():
+            value = reply.values[name]
+            if name in schema.ragged:
+                too_long = declared[:, 0] < value.shape[1]
+                found += told(ids, too_long, f"sent more {name} than the examples it declared")
+            found += told(ids, ~finite(value), f"sent {name} with numbers that are not finite")
+            found += told(ids, out_of_range(value, field, declared), f"sent {name} out of its range")
+        return found, lengths
+
+    def _with_bounded_updates(
+        self, replies: Iterator[Measured], schema: Schema, sent: Params, round: int
+    ) -> Iterator[Reply]:
+        """Replies are held back until the median is known: that of the whole round or, where this takes more memory than
+        HELD_BYTES, of the clients that fit in there."""
+        held: list[Measured] = []
+        median: Tensor | None = None
+        clients = size = 0
+        for one in replies:
+            held.append(one)
+            clients, size = clients + len(one.reply.ids), size + one.reply.nbytes
+            if median is None and clients >= HELD_CLIENTS and size > HELD_BYTES:
+                median = medians(held)
+            if median is not None:
+                for early in held:
+                    yield from self._bounded(early, median, schema, sent, round)
+                held = []
+        if held:
+            median = medians(held) if median is None else median
+            for one in held:
+                yield from self._bounded(one, median, schema, sent, round)
+
+    def _bounded(self, one: Measured, median: Tensor, schema: Schema, sent: Params, round: int) -> Iterator[Reply]:
+        """The reply without updates that are far too long, and with those shortened that are too long."""
+        excess = (one.lengths / median).nan_to_num(0.0).amax(1)  # 0/0: nobody moved
+        if (excess <= self.bound).all():
+            yield one.reply
+            return
+        for at in (excess > FAR).nonzero()[:, 0].tolist():
+            reason = f"sent an update of {excess[at]:.3g} times the round's median length"
+            self.offence(int(one.reply.ids[at]), round, reason)
+        near = (excess <= FAR).nonzero()[:, 0]
+        if len(near):
+            for at in ((excess > self.bound) & (excess <= FAR)).nonzero()[:, 0].tolist():
+                self.bounded[int(one.reply.ids[at])] = float(excess[at])
+            yield self._shortened(*only(one, near), median, schema, sent)
+
+    def _shortened(self, reply: Reply, lengths: Tensor, median: Tensor, schema: Schema, sent: Params) -> Reply:
+        factor = (self.bound * median / lengths).nan_to_num(1.0).clamp(max=1.0)  # [clients, 2]
+
+        def scaled(value: Tensor, origin: Tensor, by: Tensor) -> Tensor:
+            by = by.view(-1, *[1] * (value.dim() - 1))
+            moved = origin + by * (value.double() - origin)
+            return torch.where(by < 1, moved.to(value.dtype), value)
+
+        zero = torch.zeros((), dtype=torch.float64)
+        shared = {k: scaled(v, sent[k].double(), factor[:, 0]) for k, v in reply.shared.items()}
+        moves = {k: scaled(v, zero, factor[:, 1]) for k, v in reply.values.items() if schema.values[k].update}
+        return Reply(reply.ids, reply.values | moves, shared)
+
+
+def misshapen(params: Params, expected: dict[str, tuple[tuple[int, ...], torch.dtype]], clients: int) -> str:
+    if params.keys() != expected.keys():
+        odd = sorted(params.keys() ^ expected.keys())
+        return f"sent other names than agreed: {', '.join(odd[:5])}"
+    for name, (shape, dtype) in expected.items():
+        value, wanted = params[name], (clients, *shape)
+        fits = value.dim() == len(wanted) and all(n in (-1, m) for n, m in zip(wanted, value.shape, strict=True))
+        if not fits or value.dtype != dtype:
+            return f"sent {name} as {tuple(value.shape)} {value.dtype}, not {wanted} {dtype}"
+    return ""
+
+
+def out_of_range(value: Tensor, field: Field, declared: Tensor) -> Tensor:
+    """Which clients' values are, [clients]. `declared` [clients, 3]: their examples."""
+    flat = value.reshape(len(value), -1)
+    wrong = torch.zeros(len(value), dtype=torch.bool)
+    if field.whole:
+        wrong |= (flat != flat.round()).any(1)
+    if np.isinf(field.low) and np.isinf(field.high):
+        return wrong
+    if field.per == "split":  # the limits of each split, repeated over the other axes
+        counts = declared.repeat_interleave(flat.shape[1] // len(SPLITS), dim=1)
+    else:
+        counts = declared[:, [SPLITS.index(field.per)]] if field.per else torch.ones(len(value), 1)
+    slack = 0.0 if field.whole else SLACK * max(1.0, *(abs(x) for x in (field.low, field.high) if np.isfinite(x)))
+    low, high = (field.low - slack) * counts, (field.high + slack) * counts
+    nothing = counts == 0  # 0 × infinity
+    return wrong | ((flat < low.masked_fill(nothing, 0)) | (flat > high.masked_fill(nothing, 0))).any(1)
+
+
+def update_lengths(reply: Reply, schema: Schema, sent: Params) -> Tensor:
+    """[clients, 2]: how far the shared parameters moved, and how long the values are that act like them."""
+
+    def length(parts: list[Tensor]) -> Tensor:
+        norms = [torch.linalg.vector_norm(p.reshape(len(p), -1), dim=1, dtype=torch.float64) for p in parts]
+        return torch.stack(norms).norm(dim=0) if norms else torch.zeros(len(reply.ids), dtype=torch.float64)
+
+    moved = length([v - sent[k] for k, v in reply.shared.items()])
+    if not moved.isfinite().all():  # a difference of large numbers may overflow
+        moved = length([v.double() - sent[k] for k, v in reply.shared.items()])
+    return torch.stack([moved, length([reply.values[k] for k, f in schema.values.items() if f.update])], 1)
+
+
+def finite(value: Tensor) -> Tensor:
+    """Of which clients all numbers are, [clients]."""
+    return value.reshape(len(value), -1).isfinite().all(1)
+
+
+def only(one: Measured, at: Tensor) -> Measured:
+    reply = one.reply
+    return Measured(Reply(reply.ids[at.numpy()], pick(reply.values, at), pick(reply.shared, at)), one.lengths[at])
+
+
+def medians(held: list[Measured]) -> Tensor:
+    """Over the clients that moved at all, [2]; of fewer than three clients there is no telling who is far out."""
+    lengths = torch.cat([one.lengths for one in held])
+    found = [np.median(column[column > 0]) if (column > 0).sum() >= 3 else np.inf for column in lengths.T.numpy()]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def told(ids: list[int], wrong: Tensor, reason: str) -> list[Offence]:
+    return [Offence(i, reason) for i, bad in zip(ids, wrong.tolist(), strict=True) if bad]
+
+
+def pick(params: Params, at: Tensor) -> Params:
+    return {k: v[at] for k, v in params.items()}
+
+
+def round_to(value: float) -> float:
+    return float(f"{value:.4g}")

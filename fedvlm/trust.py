@@ -1,0 +1,232 @@
+"""What a run or an export that came from others may do here: nothing, unless the user says so (`--trust`, `trust=True`).
+
+Such a folder names code (parts that it holds, parts of installed packages, python: backbones), addresses and paths. What
+lies inside the folder and what is fedvlm's own is free. What this user asked for here before, on the command line or in
+Python, is remembered: code by a digest of the code itself, addresses and paths by their names. All else needs the word.
+
+FEDVLM_TOKEN goes only to addresses that the user gave, or listed in FEDVLM_TOKEN_HOSTS (host:port, separated by commas):
+`--trust` alone sends it nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fedvlm import catalogue, files, parts
+from fedvlm.errors import FedvlmError
+from fedvlm.keys import Key, keys_of
+from fedvlm.machine import cache_home
+from fedvlm.names import printable
+from fedvlm.records import PartRecord, Settings
+
+if TYPE_CHECKING:
+    from fedvlm.config import Setup
+
+HOSTS = "FEDVLM_TOKEN_HOSTS"
+ADDRESS = re.compile(r"(https?)://(\[[\da-f:.]+\]|[\w.-]+)(?::(\d{1,5}))?(?:/[^\s\\@?#]*)?", re.IGNORECASE)
+PREDICTS = (*parts.AXES, "backbone")  # what a prediction uses of a run
+_given: set[str] = set()  # in this process, where the cache cannot be written
+
+
+class Need(NamedTuple):
+    """Something that needs the user's word."""
+
+    does: str  # "run code:", "contact", "read" or "follow"
+    what: str
+    mark: tuple[str, ...]  # by which it is remembered; (): never
+
+    @property
+    def file(self) -> str:
+        return hashlib.sha256(json.dumps(self.mark).encode()).hexdigest()
+
+
+def admitted(setup: Setup, folder: Path, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
+    """The setup that a folder holds, if the user trusts all that it would do; only the parts in `uses`, () is all.
+
+    Its code is in memory since before it was looked at, so that what runs is what was looked at."""
+    homes = {h: p for h, p in setup.parts.items() if not uses or h in uses}
+    setup = replace(setup, parts=homes, codes={h: c for h, c in setup.codes.items() if h in homes})
+    try:
+        asked = [*needs(setup, uses), *links(folder)]
+        unknown = [n for n in asked if not (trusted or known(n) or inside(n, folder))]
+        if unknown:
+            raise FedvlmError(refusal(unknown))
+        return replace(setup, parts={home: with_checked_settings(setup, home) for home in homes})
+    except FedvlmError as error:
+        raise FedvlmError(f"{folder}: {error}") from error
+
+
+def refusal(asked: list[Need]) -> str:
+    by_verb = {need.does: [n.what for n in asked if n.does == need.does] for need in asked}
+    would = "; ".join(f"{does} {', '.join(printable(w, 200) for w in what)}" for does, what in by_verb.items())
+    return f"it would {would}. Nothing of this was done: look at it first, then give --trust (in Python: trust=True)"
+
+
+def remember(setup: Setup) -> None:
+    """What the user asked for needs no word from now on."""
+    for need in needs(setup):
+        _remember(need)
+
+
+def remember_backbone(name: str) -> None:
+    for need in backbone_needs(name):
+        _remember(need)
+
+
+def _remember(need: Need) -> None:
+    """A file per entry: several processes write at a time, and none of them has to read what is there."""
+    if need.mark and not known(need):
+        _given.add(need.file)
+        with contextlib.suppress(FedvlmError):  # the cache cannot be written
+            files.write(memory() / need.file, f"{need.does} {need.what}\n", private=True)
+
+
+def memory() -> Path:
+    return cache_home() / "trusted"
+
+
+def known(need: Need) -> bool:
+    """Whether this user gave it before."""
+    if not need.mark:
+        return False
+    if need.mark[0] == "host" and need.mark[1] in listed_hosts():
+        return True
+    user = getattr(os, "getuid", None)  # not on Windows
+    with contextlib.suppress(OSError):
+        found = (memory() / need.file).stat()
+        return user is None or found.st_uid == user()  # a cache may be shared
+    return need.file in _given
+
+
+def gets_token(url: str) -> bool:
+    return known(host_need(url))
+
+
+def listed_hosts() -> set[str]:
+    """Origins of FEDVLM_TOKEN_HOSTS; an entry without http:// or https:// stands for both."""
+    found = set()
+    for entry in filter(None, (e.strip() for e in os.environ.get(HOSTS, "").split(","))):
+        for url in [entry] if "://" in entry else [f"http://{entry}", f"https://{entry}"]:
+            with contextlib.suppress(FedvlmError):
+                found.add(origin(url))
+    return found
+
+
+def origin(url: str) -> str:
+    """scheme://host:port of an address: the same host on another port is another one."""
+    match = ADDRESS.fullmatch(url)
+    if not match:  # not repeated: it may hold a secret
+        raise FedvlmError(
+            "backbone=http…: not an address; write http://host:port or https://host/path, and a token in the environment "
+            "variable FEDVLM_TOKEN"
+        )
+    scheme, host, port = match[1].lower(), match[2].lower(), match[3]
+    return f"{scheme}://{host}:{int(port or (443 if scheme == 'https' else 80))}"
+
+
+def needs(setup: Setup, uses: Collection[str] = ()) -> list[Need]:
+    found = [need for home in setup.parts for need in part_needs(setup, home)]
+    if not uses or "backbone" in uses:
+        found += backbone_needs(setup.config.backbone)
+    if not uses:
+        paths = {"data": setup.config.data, "outsiders": setup.config.outsiders}
+        found += [path_need(key, path) for key, path in paths.items() if path not in ("", "emoji")]
+    return found
+
+
+def part_needs(setup: Setup, home: str) -> list[Need]:
+    """Of a name that is not fedvlm's own, only what the folder itself holds or an installed package declares is ever
+    imported."""
+    kind, part = kind_of(home), setup.parts[home]
+    code = setup.codes.get(home)
+    if code is not None:
+        what = f"{kind} {part.name} (in code/{home}, sha {code.seal[:8]})"
+        return [Need("run code:", what, ("code", kind, code.entry, code.seal))]
+    if part.name in parts.built_in(kind):
+        return []
+    declared = parts.installed(kind).get(part.name)
+    if declared is None:
+        raise FedvlmError(
+            f"{kind}={printable(part.name, 100)}: no part of fedvlm or of an installed package, and its code is not there"
+        )
+    package = parts.installed_version(kind, part.name)
+    return [Need("run code:", f"{kind} {part.name} (of {package})", ("installed", kind, part.name, declared, package))]
+
+
+def kind_of(home: str) -> str:
+    return "metric" if home.startswith("metric-") else home
+
+
+def backbone_needs(name: str) -> list[Need]:
+    from fedvlm import backbones  # imports torch
+
+    form = backbones.form_of(name)
+    if form == "http":
+        return [host_need(name)]
+    if form == "hub":
+        return [Need("contact", f"the Hugging Face hub for {name}", ("hub", name))]
+    if form == "python":
+        from fedvlm.backbones.callable import seal_of
+
+        seal = seal_of(name)
+        mark = ("python", name.rpartition(":")[2], seal) if seal else ()
+        return [Need("run code:", f"backbone {name} (sha {seal[:8] or 'unknown'})", mark)]
+    if form == "installed":
+        value = backbones.installed()[name.partition(":")[0]].value
+        return [Need("run code:", f"backbone {name} (of an installed package, {value})", ("installed", name, value))]
+    return [path_need("backbone", name.removeprefix("onnx:"))] if form in ("onnx", "folder") else []
+
+
+def host_need(url: str) -> Need:
+    return Need("contact", origin(url), ("host", origin(url)))
+
+
+def path_need(key: str, given: str) -> Need:
+    path = absolute(given)
+    return Need("read", f"{path} ({key}=)", ("path", path))
+
+
+def absolute(path: str | Path) -> str:
+    """Without asking the file system, as Path.resolve does: on Windows a path alone can name another machine."""
+    return os.path.normpath(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111 (Path's raises for an unknown user)
+
+
+def inside(need: Need, folder: Path) -> bool:
+    return need.mark[:1] == ("path",) and Path(need.mark[1]).is_relative_to(absolute(folder))
+
+
+def links(folder: Path) -> Iterator[Need]:
+    """Symbolic links: through them a folder reaches files elsewhere. fedvlm makes none."""
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place) / n for n in (*folders, *names)):
+            if path.is_symlink():
+                yield Need("follow", f"the link {path.relative_to(folder)} to {path.readlink()}", ())
+
+
+def with_checked_settings(setup: Setup, home: str) -> PartRecord:
+    """The part with settings that it has, of their types."""
+    kind, part = kind_of(home), setup.parts[home]
+    settings: Settings = {}
+    keys = {k.name: k for k in _keys(setup, home)} if part.settings else {}
+    for name, value in part.settings.items():
+        if name not in keys:
+            raise FedvlmError(f"{kind}={part.name} has no setting {name}; another version of fedvlm wrote it")
+        absent = value is None and keys[name].default is None
+        settings[name] = None if absent else keys[name].coerce(value, f"{kind}.{name}")
+    return replace(part, settings=settings)
+
+
+def _keys(setup: Setup, home: str) -> list[Key]:
+    kind, part = kind_of(home), setup.parts[home]
+    code, what = setup.codes.get(home), f"{kind}={part.name}"
+    if kind == "engine":
+        return []
+    return keys_of(parts.only_part(kind, what, code.load(what))) if code else catalogue.keys(kind, part.name)
