@@ -99,10 +99,15 @@ def kills(count: int, place: Path) -> Outcome:
 
 
 def disks(count: int, place: Path) -> Outcome:
+    """Half of them full disks, half of them kills, at random bytes of what a run writes, up to three times in a run."""
     import fullness
 
-    found = fullness.tried(count, place)
-    return Outcome(*found)
+    trials, draw = fullness.Trials(place), random.Random(count)
+    different = 0
+    for k in range(count):
+        rooms = [draw.randrange(trials.bytes) for _ in range(draw.choice((1, 1, 2, 3)))]
+        different += bool(trials.resumed(place / str(k), *rooms, dies=bool(k % 2)))
+    return Outcome(count, different, f"a run writes {trials.bytes:,} bytes")
 
 
 def messages(count: int, place: Path) -> Outcome:

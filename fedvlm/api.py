@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-from fedvlm import catalogue, recipe, trust
+from fedvlm import catalogue, files, recipe, trust
 from fedvlm.config import Setup, resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import Key
@@ -225,7 +225,8 @@ class Runs(Sequence[Run]):
 
         made = drawn(self.files)
         if path:
-            made.savefig(path)
+            with files.writing(path):
+                made.savefig(path)
         return made
 
     def report(self, path: str | Path = "report.html") -> Path:

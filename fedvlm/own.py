@@ -73,9 +73,10 @@ class Code(NamedTuple):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(dir=folder.parent))
-        except OSError:  # a read-only cache
+            self.write(fresh)
+        except OSError:  # a read-only or full cache
             fresh = Path(tempfile.mkdtemp(prefix="fedvlm-code-")).resolve()
-        self.write(fresh)
+            self.write(fresh)
         with contextlib.suppress(OSError):  # another process was first: either copy will do
             return fresh.rename(folder)
         return fresh

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from fedvlm import backbones, files, own
 from fedvlm.adapters.base import Adapter, HasLinearForm, Task
@@ -214,6 +214,8 @@ def private_row(run: RunFolder, state: State, client: str, round: int) -> Params
         return Rows(state.private, 1, alone).read(np.array([0]), round)
     if together.exists():
         return Rows(state.private, len(names), together).read(np.array([names.index(client)]), round)
+    if state.private and round:
+        raise FedvlmError(f"{run.folder} has no rows.bin, so that {client}'s own model is lost; use the shared one")
     return with_client_axis(state.private)
 
 
@@ -241,17 +243,19 @@ def export(
         if folder.exists() and any(folder.iterdir()):
             raise FedvlmError(f"{folder} is not empty; export to a new folder")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(about.to_json(), encoding="utf-8")
+        files.write(folder / "config.json", about.to_json())
         frozen = {} if task.text is None else {TEXT: task.text.contiguous()}
-        save_file({k: v.contiguous() for k, v in predictor.params.items()} | frozen, folder / "adapter.safetensors")
-        (folder / "example.py").write_text(EXAMPLE, encoding="utf-8")
+        params = save({k: v.contiguous() for k, v in predictor.params.items()} | frozen)
+        files.write(folder / "adapter.safetensors", params, private=bool(client))
+        files.write(folder / "example.py", EXAMPLE)
         if record.adapter.code:
             own.stored(run.folder / "code" / "adapter", record.adapter.code).write(folder / "code" / "adapter")
             written.append("code/adapter")
         if isinstance(predictor.model.adapter, HasLinearForm):
             weight = predictor.model.adapter.to_linear(task, predictor.params)
             meta = {"classes": json.dumps(task.classes), "use": "logits = normalised image embedding @ weight.T"}
-            save_file({"weight": weight.contiguous()}, folder / "classifier.safetensors", meta)
+            content = save({"weight": weight.contiguous()}, meta)
+            files.write(folder / "classifier.safetensors", content, private=bool(client))
             written.append("classifier.safetensors")
     return written
 

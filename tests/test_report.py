@@ -73,6 +73,7 @@ def write(
             record["metrics"] = {m: {"personal": {"test": v, "test_pooled": v / 2}} for m, v in metrics.items()}
         records.append(record)
     config: Settings = {"rounds": rounds, "seed": seed, "unseen": [unseen] if unseen else [], "split": [60, 20, 20]}
+    config["protocol"] = "one"
     result = Result(
         last=records[-1],
         selected=records[-1],

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from fedvlm import files
 from fedvlm.backbones.base import Backbone, checked_embeddings
 from fedvlm.errors import FedvlmError
 from fedvlm.machine import cache_home
@@ -102,14 +103,13 @@ def register(thing: object) -> str:
     if made.name not in _registered:
         _registered[made.name] = made
         path = description(made.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         about = {
             "fingerprint": made.fingerprint,
             "dim": made.dim,
             "scale": made.scale,
             "texts": made.text_encoder is not None,
         }
-        path.write_text(json.dumps(about), encoding="utf-8")
+        files.write(path, json.dumps(about))
     return made.name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,8 +51,6 @@ def show_table(runs: Runs, args: argparse.Namespace) -> None:
 
 
 def write_rows(path: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    try:
-        with Path(path).open("w", newline="", encoding="utf-8") as out:
-            csv.writer(out).writerows([columns, *rows])
-    except OSError as error:
-        raise FedvlmError(f"{path} cannot be written ({error.strerror}); give another file") from error
+    out = io.StringIO(newline="")
+    csv.writer(out).writerows([columns, *rows])
+    files.write(Path(path), out.getvalue(), advice="give another file")

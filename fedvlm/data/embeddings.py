@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedvlm import files
 from fedvlm.data.source import NO_DOMAIN, Embeddings, Item, Source
 from fedvlm.errors import FedvlmError
 
@@ -115,4 +116,4 @@ def write_embeddings(
         tensors["group"] = torch.tensor([names.index(g) for g in groups])
     if text is not None:
         tensors["text"] = text.float().contiguous()
-    save_file(tensors, path, {k: json.dumps(v) for k, v in about.items()})
+    files.write(path, save(tensors, {k: json.dumps(v) for k, v in about.items()}))

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fedvlm import files
 from fedvlm.data.embeddings import SCALE, write_embeddings
 from fedvlm.data.source import NO_DOMAIN
 from fedvlm.errors import FedvlmError
@@ -192,7 +193,7 @@ def store_images(
     name: str, images: Iterable[Image.Image], labels: list[str], domains: list[str], groups: list[str]
 ) -> Path:
     """A zip of domain/class/NUMBER.png, named by its content; the group is part of the file's name (see `group=`)."""
-    seen, files = hashlib.blake2b(digest_size=8), list[tuple[str, bytes]]()
+    seen, members = hashlib.blake2b(digest_size=8), list[tuple[str, bytes]]()
     flat = set(domains) == {NO_DOMAIN}
     for k, (image, label, domain, group) in enumerate(zip(images, labels, domains, groups, strict=True)):
         buffer = io.BytesIO()
@@ -200,14 +201,12 @@ def store_images(
         tail = f"{k:07d}" + (f"-group-{file_name(group)}" if group else "")
         path = f"{file_name(label)}/{tail}.png" if flat else f"{file_name(domain)}/{file_name(label)}/{tail}.png"
         seen.update(path.encode() + buffer.getvalue())
-        files.append((path, buffer.getvalue()))
+        members.append((path, buffer.getvalue()))
     target = place(name, seen.hexdigest(), ".zip")
     if not target.exists():
-        part = target.with_suffix(".part")
-        with zipfile.ZipFile(part, "w") as box:
-            for path, data in files:
+        with files.replaced(target) as out, zipfile.ZipFile(out, "w") as box:
+            for path, data in members:
                 box.writestr(path, data)
-        part.replace(target)
     return target
 
 
@@ -235,5 +234,6 @@ def store_embeddings(
 
 def place(name: str, mark: str, suffix: str) -> Path:
     folder = cache_home() / "data" / mark
-    folder.mkdir(parents=True, exist_ok=True)
+    with files.writing(folder, "set FEDVLM_CACHE to another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{file_name(name)}{suffix}"

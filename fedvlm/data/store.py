@@ -82,7 +82,7 @@ class View:
         """Segments that this or another process wrote since the last call; all of them where one is gone meanwhile, since
         its rows may be in a segment that was not listed yet."""
         for _ in range(ATTEMPTS):
-            for path in sorted(set(self.folder.glob("*.rows")) - self.loaded.keys()):
+            for path in sorted(self._segments() - self.loaded.keys()):
                 try:
                     self._load_segment(path)
                 except FileNotFoundError:
@@ -92,6 +92,12 @@ class View:
                     self.broken += 1
             else:
                 return
+
+    def _segments(self) -> set[Path]:
+        try:
+            return set(self.folder.glob("*.rows"))
+        except FileNotFoundError:  # pruned at this moment
+            return set()
 
     def _load_segment(self, path: Path) -> None:
         size = self.record_dtype.itemsize
@@ -155,7 +161,9 @@ class View:
             self.folder.mkdir(parents=True, exist_ok=True)
             with files.replaced(self._new_segment(time.time_ns())) as out:
                 out.write(table.tobytes())
-        except FileNotFoundError:  # pruned at this moment; the rows are computed again when they are needed
+        except (FileNotFoundError, FileExistsError):  # pruned at this moment; the rows are computed again when needed
+            if self.folder.is_file():
+                raise
             return
         except OSError as error:
             if error.errno not in READ_ONLY:
@@ -401,20 +409,17 @@ def prune(older_than_days: float = 0.0, names: Iterable[str] = ()) -> list[str]:
         raise FedvlmError(f"the feature store has no view {name}; {nearest(name, [e['view'] for e in known])}")
     root = home() / "features"
     with _readable(root):
-        for part in root.glob(f"**/*{files.PART}"):
-            if part.exists() and time.time() - part.stat().st_mtime > ABANDONED:
-                _remove(part)
+        with suppress(FileNotFoundError):  # others write and prune; what is overlooked waits for the next time
+            for part in root.glob(f"**/*{files.PART}"):
+                if time.time() - part.stat().st_mtime > ABANDONED:
+                    shutil.rmtree(part) if part.is_dir() else part.unlink()
         for entry in known:
             old = time.time() - entry["used"] >= older_than_days * 86400
             if entry["view"] in wanted or (not wanted and old):
-                _remove((root / entry["view"]).rename(root / f"{uuid.uuid4().hex}{files.PART}"))  # as a whole
+                with suppress(FileNotFoundError):  # another process was faster
+                    shutil.rmtree((root / entry["view"]).rename(root / f"{uuid.uuid4().hex}{files.PART}"))  # as a whole
                 removed.append(entry["view"])
     return removed
-
-
-def _remove(path: Path) -> None:
-    with suppress(FileNotFoundError):  # another process was faster
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager

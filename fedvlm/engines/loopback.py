@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save
 from fedvlm import files
 from fedvlm.core import Message, Params, Reply
 from fedvlm.engines.base import Engine, Job
+from fedvlm.engines.rows import RESTORE, Rows
 from fedvlm.engines.wire import Channel, Header, longest_reply, pack_message, receive, send, to_reply, unpack
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.names import file_name
@@ -165,6 +166,9 @@ def ticket_of(frame: bytes) -> int | None:
 def prepare(folder: Path, job: Job, i: int) -> None:
     """What a client needs, in its own folder: its own examples, what everybody may know, and how to build the method."""
     files.private_folder(folder)
+    if job.method.newcomer and (folder / "client.json").exists() and not (folder / "rows.bin").exists():
+        raise FedvlmError(f"{folder / 'rows.bin'} is gone, and with it this client's own model; {RESTORE}")
+    Rows(job.method.newcomer, 1, folder / "rows.bin")
     data, task, setup = job.data, job.federation.task, job.setup
     low, high = int(data.bounds[i, 0]), int(data.bounds[i, 3])
     about = {

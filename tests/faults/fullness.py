@@ -12,10 +12,8 @@ import contextlib
 import errno
 import io
 import os
-import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,27 +226,9 @@ def enlarge(folder: Path, size: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], capture_output=True, check=True)
 
 
-def study(count: int) -> None:
-    """Random bytes; half of them full disks and half kills, up to three in a run."""
-    torch.set_num_threads(1)
-    draw, same = random.Random(count), {"full": 0, "killed": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        trials = Trials(Path(folder))
-        for k in range(count):
-            rooms = [draw.randrange(trials.bytes) for _ in range(draw.choice((1, 1, 2, 3)))]
-            found = trials.resumed(Path(folder, str(k)), *rooms, dies=bool(k % 2))
-            same[("full", "killed")[k % 2]] += not found
-            if found:
-                print(f"{('full', 'killed')[k % 2]} at {rooms}: {found}")
-        print(f"a run writes {trials.bytes:,} bytes; the same bits: {same} of {count}")
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        study(int(sys.argv[1]))
-    else:
-        from fedvlm.cli import main
+    from fedvlm.cli import main
 
-        with Disk(Path(sys.argv[1]), int(sys.argv[2])):
-            code = main(sys.argv[3:])
-        sys.exit(code)
+    with Disk(Path(sys.argv[1]), int(sys.argv[2])):
+        code = main(sys.argv[3:])
+    sys.exit(code)

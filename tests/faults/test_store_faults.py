@@ -280,11 +280,13 @@ def test_pruning_while_others_read_and_write(source):
     reader = threading.Thread(target=read)
     reader.start()
     end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        prune()
-        list(listing())
-    stop.set()
-    reader.join()
+    try:
+        while time.monotonic() < end:
+            prune()
+            list(listing())
+    finally:
+        stop.set()
+        reader.join()
     assert not wrong
 
 
