@@ -21,6 +21,7 @@ LIMIT = 4 << 30  # a longer frame is refused before it is read
 OVERHEAD = 64 << 10  # bytes of a frame beside its tensors, and for each tensor:
 PER_TENSOR = 1 << 10
 HEAD = struct.Struct("<Q")
+SLICE = 1 << 20  # bytes read at a time
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -143,7 +144,7 @@ def read(channel: Channel, size: int) -> bytes | None:
     data = bytearray(size)
     view, at = memoryview(data), 0
     while at < size:
-        got = channel.readinto(view[at:])
+        got = channel.readinto(view[at : at + SLICE])
         if not got:
             return None
         at += got
