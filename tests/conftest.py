@@ -20,6 +20,7 @@ from fedvlm.data.source import EMOJI
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "also put a part of your own through the contract: --part adapter=path/to/idea.py (again for more)"
+    parser.addoption("--all", action="store_true", help="the contract of every combination, also the similar ones")
     parser.addoption("--part", action="append", default=[], metavar="KIND=FILE", help=text)
 
 
