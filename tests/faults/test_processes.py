@@ -172,7 +172,10 @@ def test_a_process_that_comes_back_late_writes_nothing(images, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="elsewhere the end of its channel ends a client")
 def test_a_client_ends_with_its_server():
-    client = "import os; from fedvlm.engines.worker import end_with; print('up', flush=True); end_with(os.getppid())"
+    client = (
+        "import os\nparent = os.getppid()\nfrom fedvlm.engines.worker import end_with\n"
+        "print('up', flush=True)\nend_with(parent)"
+    )
     server = (
         "import subprocess, sys, time\n"
         f"p = subprocess.Popen([sys.executable, '-c', {client!r}], stdout=subprocess.PIPE)\n"
