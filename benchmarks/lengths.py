@@ -52,7 +52,7 @@ class Watching(Guard):
 
 
 def resized(data: Data, sizes: np.ndarray) -> Data:
-    """With training sets in these proportions; the largest keeps all of its own."""
+    """With training sets in these proportions; the largest keeps as many as the smallest client had."""
     counts = data.counts("train")
     kept = np.maximum(1, np.round(counts.min() * sizes / sizes.max())).astype(int)
     order = np.argsort(-kept, kind="stable")  # clients are ordered largest first
@@ -87,8 +87,9 @@ def main() -> None:
         lines.append(f"| {row} | " + " | ".join(longest(m, layout, sizes, pools) for m in args.methods) + " |")
         print(f"{lines[-1]} {time.monotonic() - began:.0f} s", flush=True)
     rounds = ", ".join(f"{m} {ROUNDS[m]}" for m in args.methods)
-    head = f"`python benchmarks/lengths.py` ({time.strftime('%Y-%m-%d')}; the emoji on mini-clip, the recipes' own "
-    head += f"settings, seed {SEED}; rounds: {rounds}). Bold: beyond the default."
+    chosen = "" if args.methods == list(ROUNDS) else f" --methods {' '.join(args.methods)}"
+    head = f"`python benchmarks/lengths.py{chosen}` ({time.strftime('%Y-%m-%d')}; the emoji on mini-clip, the recipes' own "
+    head += f"settings, seed {SEED}; rounds: {rounds}). In brackets: control variates. Bold: beyond the default."
     text = "\n".join([head, "", *lines])
     if args.write:
         before, _, rest = args.write.read_text(encoding="utf-8").partition(BEGIN)

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             raise
-        if isinstance(error, MemoryError) or "allocate" in str(error):  # torch's is a RuntimeError
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error)):  # torch's
             print(f"fedvlm: the memory is full ({shown(error)}); choose smaller sizes, or jobs=1", file=sys.stderr)
             return 1
         name = type(error).__name__

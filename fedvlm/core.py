@@ -241,10 +241,9 @@ class Cohort:
     def stream(self, step: str, message: Message) -> Iterator[Reply]:
         """Replies a few clients at a time, so that memory does not grow with the cohort."""
         need = max(1, int(np.ceil(self.quorum * len(self.ids))))
-        asked = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
-        if self.guard:
-            asked = self.guard.to_ask(asked, need, self.round, last=self.round == self.rounds)
-        self.bytes_down += len(self.ids) * message.nbytes
+        alive = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
+        asked = self.guard.to_ask(alive, need, self.round, self.round == self.rounds) if self.guard else alive
+        self.bytes_down += (len(self.ids) - len(alive) + len(asked)) * message.nbytes
         replies = self._counted(self.engine.run(step, asked, message, self.round, self.exchange))
         answered = 0
         for reply in self.guard.accepted(replies, step, message, self.round) if self.guard else replies:

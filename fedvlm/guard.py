@@ -192,7 +192,7 @@ class Guard:
             return
         far = one.lengths[:, 0] > FAR * median[0]  # of the model itself: control variates may differ more
         for at in far.nonzero()[:, 0].tolist():
-            reason = f"sent an update of {excess[at]:.3g} times the round's median length"
+            reason = f"sent an update of {one.lengths[at, 0] / median[0]:.3g} times the round's median length"
             self.offence(int(one.reply.ids[at]), round, reason)
         near = (~far).nonzero()[:, 0]
         if len(near):

@@ -181,6 +181,10 @@ class RunRecord:
         return cast(int, self.config["seed"])
 
     @property
+    def rounds(self) -> int:
+        return cast(int, self.config["rounds"])
+
+    @property
     def unseen(self) -> list[str]:
         return cast(list[str], self.config["unseen"])
 

@@ -26,12 +26,23 @@ def run_and_show(jobs: list[Job], at_once: int, pools: Pools, args: argparse.Nam
         show_table(api.execute(jobs, at_once, pools), args)
     except RunsFailed as error:
         if error.finished:
-            show_table(Runs([api.Run(folder) for folder in error.finished]), args)
+            write_table(Runs([api.Run(folder) for folder in error.finished]), args)
         raise
 
 
 def show_table(runs: Runs, args: argparse.Namespace) -> None:
-    """The table of these runs, and the files that --csv and --latex ask for."""
+    """The table of these runs; an error where most rounds of a run changed nothing."""
+    write_table(runs, args)
+    mostly_void = [r for r in runs if r.record.result and 2 * r.record.result.void > len(r.rounds) - 1]
+    if mostly_void:
+        raise FedvlmError(
+            f"{len(mostly_void)} of {len(runs)} runs are no result: more than half of their rounds changed nothing (the "
+            f"first: {mostly_void[0].folder}); `void` in its rounds.jsonl says why"
+        )
+
+
+def write_table(runs: Runs, args: argparse.Namespace) -> None:
+    """On the screen, and to the files that --csv and --latex ask for."""
     table = runs.table(getattr(args, "select", "last"))
     console.show(table)
     if getattr(args, "csv", None):
@@ -42,12 +53,6 @@ def show_table(runs: Runs, args: argparse.Namespace) -> None:
         from fedvlm.report.tables import latex
 
         files.write(Path(args.latex), latex(table) + "\n")
-    mostly_void = [r for r in runs if r.record.result and 2 * r.record.result.void > len(r.rounds) - 1]
-    if mostly_void:
-        raise FedvlmError(
-            f"{len(mostly_void)} of {len(runs)} runs are no result: more than half of their rounds changed nothing (the "
-            f"first: {mostly_void[0].folder})"
-        )
 
 
 def write_rows(path: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -168,7 +168,7 @@ def prepare(folder: Path, job: Job, i: int) -> None:
     files.private_folder(folder)
     if job.method.newcomer and (folder / "client.json").exists() and not (folder / "rows.bin").exists():
         raise FedvlmError(f"{folder / 'rows.bin'} is gone, and with it this client's own model; {RESTORE}")
-    Rows(job.method.newcomer, 1, folder / "rows.bin")
+    Rows(job.method.newcomer, 1, folder / "rows.bin").file.close()
     data, task, setup = job.data, job.federation.task, job.setup
     low, high = int(data.bounds[i, 0]), int(data.bounds[i, 3])
     about = {

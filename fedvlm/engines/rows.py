@@ -33,7 +33,7 @@ ENTRY = np.dtype([("stamp", "<u4"), ("seal", "<u4"), ("check", "<u8")])
 ODD = np.uint64(0x9E3779B97F4A7C15)  # its multiples are spread over all 64 bits
 NOWHERE = -9  # the place of a row that was never written
 RESTORE = "restore it together with state.safetensors from a copy, or start the run anew elsewhere"
-WriteGuard = Callable[[], contextlib.AbstractContextManager[None]]
+WriteGuard = Callable[[], contextlib.AbstractContextManager[None]]  # entered around every write
 
 
 class Rows:

@@ -16,13 +16,12 @@ from fedvlm import steps
 from fedvlm.adapters.base import Adapter
 from fedvlm.core import Data, Message, Params, Reply, nbytes, on_device
 from fedvlm.engines.base import Engine, Job, finite
-from fedvlm.engines.rows import Rows
+from fedvlm.engines.rows import Rows, WriteGuard
 from fedvlm.errors import FedvlmError
 from fedvlm.method import Method
 from fedvlm.steps.base import Answer
 
 Warn = Callable[[str], None]
-WriteGuard = Callable[[], contextlib.AbstractContextManager[None]]  # entered around every write of private rows
 CPU = torch.device("cpu")
 
 

@@ -255,7 +255,7 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
 def incidents(group: list[RunRecord], select: Select) -> list[str]:
     """What makes these numbers less than they seem: rounds that changed nothing, and clients that are not in them."""
     results = [r.finished for r in group]
-    void, rounds = sum(r.void for r in results), sum(int(str(r.config["rounds"])) for r in group)
+    void, rounds = sum(r.void for r in results), sum(r.rounds for r in group)
     out = [f"{void} of {rounds} rounds changed nothing (see `void` in rounds.jsonl)"] if void else []
     if bounded := sum(r.bounded for r in results):
         out.append(f"in {bounded} of {rounds} rounds updates were shortened to bound= medians (bound=0: never)")

@@ -211,6 +211,9 @@ def test_three_offences_end_in_quarantine_and_a_resumed_run_remembers():
     resumed = guard_for(method, data)
     resumed.restore(r.get("offences", {}) for r in records)
     assert resumed.quarantined == [1] and resumed.to_ask(ABLE, 1, 6, last=True).tolist() == [0, 2, 3, 4]
+    cohort = Cohort(Stacked(method, data, 6), ABLE, 6, guard=resumed)
+    cohort.ask("train", method.init(6).message())
+    assert cohort.bytes_down == 4 * method.init(6).message().nbytes  # nothing is sent to it
 
 
 def test_a_late_client_rests_longer_each_time_unless_it_is_needed():
@@ -320,6 +323,10 @@ def test_a_client_that_is_not_in_the_scores_is_named_and_too_few_are_no_score(im
     assert RunFolder(tmp_path / "three").load()[1] == 1  # and resume repeats the last round
 
 
+SHARED = method_and_data(Classwise())
+GUARD = guard_for(*SHARED)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_malformed_replies_are_refused_or_harmless(seed):
@@ -336,10 +343,6 @@ def test_malformed_replies_are_refused_or_harmless(seed):
         assert all(v.isfinite().all() for v in (*accepted.values.values(), *accepted.shared.values()))
         assert 0 < accepted.values["n"].item() <= GUARD.declared[1, 0]
         assert isinstance(header.ticket, int) and isinstance(header.error, str)
-
-
-SHARED = method_and_data(Classwise())
-GUARD = guard_for(*SHARED)
 
 
 def test_an_honest_reply_is_what_is_damaged():

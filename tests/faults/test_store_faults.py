@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from colours import BatchDependent, Colours, expected, small_store, write_images
 from fullness import Disk, read_only
-from test_store import BatchDependent, Colours, expected, write_images
 
 from fedvlm import catalogue
 from fedvlm.backbones.base import ViewFormat
@@ -25,10 +25,7 @@ from fedvlm.errors import FedvlmError
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "BATCH", 4)
-    monkeypatch.setattr(store, "SEGMENT_ROWS", 8)
-    return tmp_path / "cache" / "features"
+    return small_store(tmp_path, monkeypatch)
 
 
 @pytest.fixture
