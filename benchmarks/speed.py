@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from torch.nn import functional as F
 import fedvlm
 from fedvlm import backbones, console
 from fedvlm.adapters.base import Task
-from fedvlm.config import Layout, Setup, resolve
+from fedvlm.config import Config, Layout, Setup, resolve
 from fedvlm.core import Cohort, Data, State
 from fedvlm.data.federation import Federation, federate
 from fedvlm.data.source import decode
@@ -114,6 +114,16 @@ def message_of(state: State) -> Message:
     return state.message() if hasattr(state, "message") else cast("Message", state.shared)
 
 
+def guard_of(method: Method, federation: Federation) -> dict[str, Any]:
+    """The check of replies, as in every run; versions before it had none."""
+    if not importlib.util.find_spec("fedvlm.guard"):
+        return {}
+    from fedvlm.guard import Guard
+
+    declared, extras = np.diff(federation.data.bounds, axis=1), federation.data.extras
+    return {"guard": Guard(method, federation.names, declared, extras, Config.bound)}
+
+
 class Rounds:
     """A method on a federation, one round after the other."""
 
@@ -121,14 +131,15 @@ class Rounds:
         self.method, self.federation, self.round = method, federation, 0
         self.engine = Stacked(method, federation.data, chunk)
         self.state = method.init(len(federation.names))
+        self.guard = guard_of(method, federation)
 
     def next(self) -> tuple[float, float]:
         """CPU-seconds of the next round, and those of its training."""
         self.round += 1
         began = time.process_time()
-        self.state = self.method.round(self.state, Cohort(self.engine, self.federation.seen, self.round))
+        self.state = self.method.round(self.state, Cohort(self.engine, self.federation.seen, self.round, **self.guard))
         trained = time.process_time()
-        everybody = Cohort(self.engine, np.arange(self.federation.scored), self.round)
+        everybody = Cohort(self.engine, np.arange(self.federation.scored), self.round, **self.guard)
         evaluate(self.method, self.federation, everybody, message_of(self.state))
         return time.process_time() - began, trained - began
 

@@ -42,8 +42,8 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, message: Me
         record |= base_to_novel(method, federation, cohort, message)
     if own := {k: m for k, m in method.metrics_for(extras).items() if k not in METRICS}:
         record["metrics"] = {k: by_view(method, m, reply, k, count, unseen) for k, m in own.items()}
-    if missing := [federation.names[i] for i in cohort.ids if i not in set(reply.ids.tolist())]:
-        record["missing"] = missing
+    if missing := np.setdiff1d(cohort.ids, reply.ids).tolist():
+        record["missing"] = [federation.names[i] for i in missing]
     if len(reply.ids) <= MAX_LISTED:
         record["clients"] = by_client(scores, [federation.names[i] for i in reply.ids], unseen)
     record["G"] = record.get("newcomer", {}).get("test")  # the shared model on clients nobody trained on
