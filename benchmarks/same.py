@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STYLES, CLASSES, EACH = ("noto", "twemoji", "openmoji"), ("bird", "clock", "fruit", "hand", "train"), 10
@@ -71,8 +72,8 @@ def make(folder: Path, package: Path) -> dict[str, Path]:
     return places
 
 
-def record(folder: Path, only: str) -> None:
-    """Runs everything with the fedvlm that Python finds, and writes what came out."""
+def record(folder: Path, names: list[str]) -> None:
+    """Runs these recipes with the fedvlm that Python finds, and writes what came out."""
     import fedvlm
     from fedvlm.cli import main
 
@@ -80,19 +81,33 @@ def record(folder: Path, only: str) -> None:
     places = make(folder.parent / "data", package)
     found: dict[str, dict[str, object]] = {}
     plan = json.loads((folder.parent / "plan.json").read_text())
-    for name, words in plan.items():
+    for name in names:
         for engine in ENGINES:
-            if only and only not in name:
-                continue
             out = folder / f"{name}-{engine}"
-            told = [w.format(**places) for w in words]
+            told = [w.format(**places) for w in plan[name]]
             began = time.process_time()
             if main(["run", *told, f"engine={engine}", f"out={out}"]):
                 found[f"{name} {engine}"] = {"error": "it does not run"}
                 continue
             print(f"{name} {engine} {time.process_time() - began:.1f} s", file=sys.stderr, flush=True)
             found[f"{name} {engine}"] = read(out)
-    (folder / "found.json").write_text(json.dumps(found))
+    (folder / f"{names[0]}.json").write_text(json.dumps(found))
+
+
+def recorded(where: Path, side: Path, cache: Path, names: list[str], jobs: int) -> dict[str, dict]:
+    """What came out of these recipes with the fedvlm in `where`, some of them at a time; the first one alone, since it
+    makes the data and encodes them."""
+    env = os.environ | {"PYTHONPATH": str(where), "FEDVLM_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    folder = side / "runs"
+
+    def run(some: list[str]) -> None:
+        subprocess.run([sys.executable, __file__, "--record", str(folder), *some], env=env, cwd=where, check=True)
+
+    shares = [names[:1], *([n] for n in names[1:])] if jobs > 1 else [names]
+    run(shares[0])
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, shares[1:]))
+    return {k: v for some in shares for k, v in json.loads((folder / f"{some[0]}.json").read_text()).items()}
 
 
 def read(run: Path) -> dict[str, object]:
@@ -163,36 +178,33 @@ def main() -> int:
     parser.add_argument("--base", default="HEAD", help="the revision to compare with")
     parser.add_argument("--work", help="a folder to keep runs in; runs of REV found there are not made again")
     parser.add_argument("--only", default="", help="recipes whose name holds this")
+    parser.add_argument("--jobs", type=int, default=1, help="recipes at a time")
     parser.add_argument("--record", help=argparse.SUPPRESS)
+    parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.record:
-        record(Path(args.record), args.only)
+        record(Path(args.record), args.names)
         return 0
     root = Path(__file__).resolve().parents[1]
     work = Path(args.work or tempfile.mkdtemp()).resolve()
-    revision = subprocess.run(
-        ["git", "rev-parse", args.base], cwd=root, check=True, capture_output=True, text=True
-    ).stdout.strip()
     tree = work / "tree"
     if not tree.exists():
-        subprocess.run(["git", "worktree", "add", "--detach", str(tree), revision], cwd=root, check=True)
+        subprocess.run(["git", "worktree", "add", "--detach", str(tree), args.base], cwd=root, check=True)
     plan = plans(tree)
+    names = [n for n in plan["before"] if args.only in n]
     found = {}
     for side, where in (("before", tree), ("after", root)):
-        folder = work / side / "runs"
-        folder.mkdir(parents=True, exist_ok=True)
-        if side == "before" and (folder / "found.json").exists():
-            found[side] = json.loads((folder / "found.json").read_text())
+        (work / side / "runs").mkdir(parents=True, exist_ok=True)
+        known = work / side / "found.json"
+        if side == "before" and known.exists():
+            found[side] = json.loads(known.read_text())
             continue
         data, shared = work / side / "data", work / "before" / "data"
         if data != shared and not data.exists():
             data.symlink_to(shared)
         (work / side / "plan.json").write_text(json.dumps(plan[side]))
-        env = os.environ | {"PYTHONPATH": str(where), "FEDVLM_CACHE": str(work / "cache"), "OMP_NUM_THREADS": "1"}
-        subprocess.run(
-            [sys.executable, __file__, "--record", str(folder), "--only", args.only], env=env, cwd=where, check=True
-        )
-        found[side] = json.loads((folder / "found.json").read_text())
+        found[side] = recorded(where, work / side, work / "cache", names, args.jobs)
+        known.write_text(json.dumps(found[side]))
     return 1 if compare(found["before"], found["after"]) else 0
 
 
