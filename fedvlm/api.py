@@ -40,6 +40,8 @@ def run(method: str, **keys: object) -> Run:
 
     `method` is a name of `fedvlm.methods()` or a recipe file. Several runs (seeds=, leave-one-domain-out): use `bench`."""
     setup = chosen(method, prepared(keys))
+    if setup.config.federation:
+        return federated(setup)
     pools = new_pools()
     jobs = plan([setup], pools)
     if len(jobs) != 1:
@@ -62,6 +64,10 @@ def bench_setups(methods: Sequence[str], keys: dict[str, object], pools: Pools) 
     if "seed" in given:
         given["seeds"] = given.pop("seed")
     setups = [chosen(m, given) for m in methods]
+    if any(s.config.federation for s in setups):
+        raise FedvlmError(
+            "bench does not take federation=; `fedvlm run` each method there, and `fedvlm compare` the runs"
+        )
     if "protocol" not in given and "unseen" not in given and len(encode(setups[0], pools).source.domains) >= 3:
         setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
     return setups
@@ -284,12 +290,15 @@ class Description:
         lines += [f"{axis}: {quoted(chosen[axis].name)}" for axis in ("adapter", "local", "merge")]
         lines.append("settings:")
         done: set[str] = set()
+        of_run = {row.key.name for row in self.keys if row.home == "run"}
+        twice = {row.key.name for row in self.keys if row.home != "run"} & of_run  # epsilon of the run and of a part
         for row in self.keys:
-            if row.key.name in done or row.key.name in ("out", "settings"):
+            if row.key.name in done - twice or row.key.name in ("out", "settings"):
                 continue
             done.add(row.key.name)
+            name = row.key.name if row.key.name not in twice else f"{row.home}.{row.key.name}"
             comment = "; ".join(x for x in (row.origin and f"from {row.origin}", row.key.help) if x)
-            lines.append(f"  {row.key.name}: {yaml_value(row.value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"  {name}: {yaml_value(row.value)}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines) + "\n"
 
 
@@ -402,6 +411,15 @@ def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
         return Runs([Run(f) for f in run_all(jobs, at_once, pools, report)])
 
 
+def federated(setup: Setup, folder: Path | None = None) -> Run:
+    """Runs it at the sites of a federation (federation=), with a progress bar; returns the run as it was fetched."""
+    from fedvlm import console
+    from fedvlm.deploy import admin
+
+    with console.progress(setup.method.label, 1 + setup.config.rounds) as update:
+        return Run(admin.run(setup, lambda record: update(record["round"] + 1, console.words(record)), folder))
+
+
 def resume(found: Sequence[Run]) -> Runs:
     """Goes on with those that are not finished, from what their folders hold."""
     from fedvlm import console
@@ -410,7 +428,11 @@ def resume(found: Sequence[Run]) -> Runs:
     pools = new_pools()
     waiting = [r for r in found if not r.done]
     for one in waiting:
-        setup, saved = one.files.setup(one.trusted), one.files.load()
+        setup = one.files.setup(one.trusted)
+        if setup.config.federation:
+            federated(setup, one.folder)
+            continue
+        saved = one.files.load()
         console.note(f"{one.folder.name}: from round {saved[1] + 1 if saved else 0}")
         check_same(one.files, setup, pools)
         execute([Job(setup, one.folder)], 1, pools)

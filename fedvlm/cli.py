@@ -38,6 +38,7 @@ class Command(NamedTuple):
 PAIRS = Argument("pairs", {"nargs": "*", "metavar": "key=value"})
 RUNS = Argument("runs", {"nargs": "+", "metavar": "RUN"})
 RUN = Argument("run", {"metavar": "RUN"})
+KIT = Argument("kit", {"metavar": "KIT", "help": "a zip file of `fedvlm federation init`, or its folder"})
 METHOD = Argument("method", {"metavar": "METHOD", "help": "a name of `fedvlm ls methods`, or a recipe file"})
 CSV = Argument("--csv", {"metavar": "FILE", "help": "also write the table as CSV"})
 LATEX = Argument("--latex", {"metavar": "FILE", "help": "also write the table as LaTeX"})
@@ -122,6 +123,24 @@ COMMANDS = {
             Argument("views", {"nargs": "*", "metavar": "VIEW"}),
         ),
     ),
+    "federation": Command(
+        "a federation across machines: make its kits (init), add a site (add), ask who is there (status)",
+        (
+            Argument("what", {"choices": ("init", "add", "status")}),
+            Argument("words", {"nargs": "*", "metavar": "SITE|KIT|key=value"}),
+        ),
+    ),
+    "serve": Command("run a federation's server: home=", (KIT, PAIRS)),
+    "join": Command("run a site of a federation: data= backbone= rules= home=", (KIT, PAIRS)),
+    "ledger": Command(
+        "what left a site, or what a run's server received",
+        (
+            Argument("ledgers", {"nargs": "*", "metavar": "FILE|FOLDER", "help": "default: every site of this user"}),
+            Argument("--verify", {"action": "store_true", "help": "only check that no line was changed or removed"}),
+            Argument("--compare", {"metavar": "RUN", "help": "compare with what this run's server received"}),
+            CSV,
+        ),
+    ),
     "doctor": Command("what is wrong with this machine, and the fix"),
     "encode-server": Command("serve a backbone's embeddings over HTTP: backbone= host= port= texts=true", (PAIRS,)),
     "completion": Command(
@@ -129,7 +148,7 @@ COMMANDS = {
         (Argument("shell", {"choices": ("bash", "zsh", "fish")}),),
     ),
 }
-COLLECTS = ("words", "pairs", "images", "runs", "views")  # arguments that take any number of words
+COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from fedvlm import catalogue, own, parts, recipe
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import RENAMED, Count, Key, NotNegative, PositiveShare, Range, Share, Whole, unknown
+from fedvlm.keys import RENAMED, Count, Key, NotNegative, Positive, PositiveShare, Range, Share, Whole, unknown
 from fedvlm.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ COMMAND_LINE = "command line"
 RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
 OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody
 # keys that do not change a run's numbers
-NOT_BINDING = ("out", "seeds", "jobs", "protocol", "timeout", "grace", "device")
+NOT_BINDING = ("federation", "out", "seeds", "jobs", "protocol", "timeout", "grace", "device")
 
 Partition = Literal[
     "auto", "domain", "iid", "dirichlet", "disjoint", "pathological", "domain-iid", "domain-dirichlet", "pooled"
@@ -68,9 +68,21 @@ class Config(Layout):
     protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = "one"
     rounds: Whole = 50
     participation: PositiveShare = 1.0  # share of clients asked each round
+    sampling: Literal["fixed", "poisson"] = "fixed"  # of a round's clients: that share exactly, or each independently
     dropout: Share = 0.0  # rehearsal of failures: share of asked clients that do not answer
     quorum: Share = 0.5  # share of asked clients that must answer
     bound: NotNegative = 5.0  # an update longer than so many times the median of its round is cut to that; 0: never
+    dp: Literal["none", "client", "example"] = "none"  # differential privacy, of a client or of an example (docs/privacy.md)
+    epsilon: Annotated[float, Range(0, 100)] = 0.0  # dp: ε that the whole run may spend; 0: none, noise= counts
+    delta: Annotated[float, Range(0, 1, below=True)] = 0.0  # dp: δ; 0: 1/n^1.1 of n clients (of the smallest's examples)
+    noise: NotNegative = 0.0  # dp: standard deviation of the noise divided by clip=; 0: solved for epsilon=
+    clip: Positive = 1.0  # dp: norm to which a client's update (or an example's gradient) is clipped
+    clip_quantile: Annotated[float, Range(0, 1, below=True)] = 0.0  # dp=client: clip= follows this quantile; 0: fixed
+    noise_at: Literal["server", "client"] = "server"  # dp=client: who adds the noise; client: the server is not trusted
+    secure: bool = False  # secure aggregation: the server sees sums of updates, never one client's (docs/secure.md)
+    threshold: Annotated[float, Range(0.5, 1, above=True)] = 0.6  # secure: share of asked clients that a sum must have
+    secure_range: Positive = 64.0  # secure: each number of an update is clipped to ± this; small ones save bytes
+    federation: str = ""  # the kit of who starts runs (admin.zip): the run goes on at the sites of its federation
     engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for networks and prompts
     chunk: Whole = 0  # clients side by side; 0 follows the measured rule
@@ -196,6 +208,7 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
             if origin == COMMAND_LINE and key in (*parts.AXES, "on"):
                 continue
             homes = [h for h, known in keys.items() if _is(key, h, known)]
+            homes = [h for h in homes if h != "run"] or homes  # a part's own key comes first; run.KEY is the run's
             if not homes and origin != COMMAND_LINE and _replaced(key, plan, names, origin):
                 continue  # a setting for a part that is not in use
             where = "" if origin == COMMAND_LINE else f"{_place(plan, origin)}: "

@@ -21,9 +21,13 @@ from fedvlm.seeds import keys, shuffled
 
 if TYPE_CHECKING:
     from fedvlm.guard import Guard
+    from fedvlm.local.model import Model
+    from fedvlm.merge.base import Merge
+    from fedvlm.privacy.descent import PrivateDescent
+    from fedvlm.secure.settings import Secure, Summation, Summed
 
 Params = dict[str, Tensor]  # flat, so that a safetensors file can hold it
-Note = float | str | dict[int, float]  # what a merge records of a round: a number, a word, or a number per client
+Note = float | str | dict[int, float] | list[int]  # what is recorded of a round: a number, a word, or by client
 
 SPLITS = ("train", "val", "test")
 WINDOW = 64  # steps planned ahead: one large client among many small ones must not cost memory for all
@@ -114,6 +118,7 @@ class Data:
     round: int = 0
     rounds: int = 1
     extras: dict[str, Extra] = field(default_factory=dict)  # "outsiders", "corrupted", "base", "novel", …
+    private: PrivateDescent | None = None  # trains in place of local.descent.optimise (dp=example)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -214,6 +219,8 @@ class Engine(Protocol):
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]: ...
 
+    def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed: ...
+
     def outputs(self, message: Message, round: int) -> Params:
         """Logits and features on every test example, by view; {} where they stay with the clients."""
         ...
@@ -223,7 +230,7 @@ class Engine(Protocol):
 
 @dataclass
 class Cohort:
-    """The clients of one round. All communication goes through `stream`, which counts every byte."""
+    """The clients of one round. All communication goes through `stream` and `sums`, which count every byte."""
 
     engine: Engine
     ids: np.ndarray
@@ -233,6 +240,7 @@ class Cohort:
     population: int = 0  # clients that could have been sampled
     lost: frozenset[int] = frozenset()  # clients that will not answer (dropout=, a rehearsal of failures)
     guard: Guard | None = None  # checks what clients answer; None: everything is accepted
+    secure: Secure | None = None  # secure aggregation (secure=true): only sums of training replies are seen
     bytes_down: int = 0
     bytes_up: int = 0
     exchange: int = 0
@@ -240,21 +248,60 @@ class Cohort:
 
     def stream(self, step: str, message: Message) -> Iterator[Reply]:
         """Replies a few clients at a time, so that memory does not grow with the cohort."""
-        need = max(1, int(np.ceil(self.quorum * len(self.ids))))
-        alive = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
-        asked = self.guard.to_ask(alive, need, self.round, self.round == self.rounds) if self.guard else alive
-        self.bytes_down += (len(self.ids) - len(alive) + len(asked)) * message.nbytes
+        if self.secure and step == "train":
+            raise FedvlmError("secure=true: this merge asks for the replies of single clients; use merge=mean")
+        asked, clients = self._to_ask()
+        self.bytes_down += clients * message.nbytes
         replies = self._counted(self.engine.run(step, asked, message, self.round, self.exchange))
         answered = 0
         for reply in self.guard.accepted(replies, step, message, self.round) if self.guard else replies:
             answered += len(reply.ids)
             yield reply
+        self._end_exchange(answered)
+
+    def sums(self, merge: Merge, model: Model, message: Message) -> Params:
+        """Has the clients train; the sums over them of the merge's `summands`, and nothing of single clients."""
+        if self.secure is None:
+            raise ValueError("sums are asked for with secure=true only")
+        asked, clients = self._to_ask()
+        wanted = self.secure.summation(merge, model, message.shared, clients)
+        self._check_threshold(len(asked), clients, wanted)
+        down, up = wanted.traffic()
+        self.bytes_down += clients * (message.nbytes + down)
+        found = self.engine.sums(asked, message, self.round, self.exchange, wanted)
+        self.bytes_up += len(found.ids) * up
+        self._end_exchange(len(found.ids))
+        self._check_threshold(len(found.ids), clients, wanted)
+        sums = wanted.plan.decode(found.total, len(found.ids))
+        self.notes |= {"in_sum": found.ids.tolist(), "fixed_point_step": wanted.plan.step}
+        self.notes |= {"clipped_values": int(sums["clipped"]), "bound": "does not act: replies are masked"}
+        return sums
+
+    def _to_ask(self) -> tuple[np.ndarray, int]:
+        """The clients to ask, and how many that are with those that will not answer (dropout=)."""
+        alive = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
+        last = self.round == self.rounds
+        asked = self.guard.to_ask(alive, self._need, self.round, last) if self.guard else alive
+        return asked, len(self.ids) - len(alive) + len(asked)
+
+    @property
+    def _need(self) -> int:
+        return max(1, int(np.ceil(self.quorum * len(self.ids))))
+
+    def _end_exchange(self, answered: int) -> None:
         self.exchange += 1
         self.notes["answered"] = answered
-        if answered < need:
+        if answered < self._need:
             raise NoQuorum(
                 f"round {self.round}: {answered} of {len(self.ids)} clients answered and quorum={self.quorum:g} needs "
-                f"{need}; bring clients back and `fedvlm resume` the run, or lower quorum="
+                f"{self._need}; bring clients back and `fedvlm resume` the run, or lower quorum="
+            )
+
+    def _check_threshold(self, present: int, clients: int, wanted: Summation) -> None:
+        if present < wanted.threshold:
+            raise NoQuorum(
+                f"round {self.round}: {present} of {clients} clients can be in a sum, and secure=true needs "
+                f"{wanted.threshold} (threshold=); bring clients back and `fedvlm resume` the run"
             )
 
     def _counted(self, replies: Iterator[Reply]) -> Iterator[Reply]:

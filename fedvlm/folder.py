@@ -113,6 +113,11 @@ class RunFolder:
         return trust.admitted(Setup.from_record(record, self.folder), self.folder, trusted, uses)
 
     @property
+    def name(self) -> str:
+        """What ledgers call it."""
+        return self.folder.name
+
+    @property
     def done(self) -> bool:
         return self.record.result is not None
 

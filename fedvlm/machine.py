@@ -30,3 +30,13 @@ def cache_home() -> Path:
 def runs_home() -> Path:
     """Where runs go without `out=` (FEDVLM_RUNS)."""
     return Path(os.environ.get("FEDVLM_RUNS") or "runs")
+
+
+def data_home() -> Path:
+    """Where a site or a server of a federation keeps what cannot be made again (FEDVLM_DATA_HOME)."""
+    if given := os.environ.get("FEDVLM_DATA_HOME"):
+        return Path(given)
+    try:
+        return Path.home() / ".local" / "share" / "fedvlm"
+    except RuntimeError:
+        raise FedvlmError("this user has no home folder; set FEDVLM_DATA_HOME to a folder") from None

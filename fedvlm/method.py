@@ -23,6 +23,7 @@ from fedvlm.metrics.corrupted import Corrupted
 from fedvlm.metrics.fpr95 import Fpr95
 from fedvlm.metrics.loss import Loss
 from fedvlm.metrics.score import Score
+from fedvlm.privacy.mechanism import Privacy
 from fedvlm.schema import VALIDATION, Field, Fields
 
 GAPS = ("before", "after")  # validation loss before and after training, where the merge requires them
@@ -46,6 +47,7 @@ class Method:
     newcomer: Params = field(default_factory=dict, compare=False)  # the private row of a client that never trained
     initial: Params = field(default_factory=dict, compare=False)  # the shared parameters at the start
     metrics: dict[str, Metric] = field(default_factory=lambda: dict(METRICS), compare=False)
+    privacy: Privacy | None = None  # differential privacy (dp=); None: without
 
     TRAINED: ClassVar[str] = COPY + "trained"  # in a private row: 1 once the client has trained (see `or_shared`)
 
@@ -58,6 +60,7 @@ class Method:
         task: Task,
         seed: int = 0,
         metrics: dict[str, Metric] | None = None,
+        privacy: Privacy | None = None,
     ) -> Method:
         """The method, or an error that says why these parts do not work together."""
         check_parts(adapter, local, merge, task)
@@ -65,7 +68,7 @@ class Method:
         check_parameters(adapter, merge, params)
         shared = {k: v for k, v in params.items() if k not in adapter.private}
         newcomer = {k: v for k, v in params.items() if k in adapter.private} | local.private_state(shared)
-        method = cls(adapter, local, merge, task, seed, newcomer, shared, METRICS | (metrics or {}))
+        method = cls(adapter, local, merge, task, seed, newcomer, shared, METRICS | (metrics or {}), privacy)
         if method.has_shared_twin:
             newcomer[cls.TRAINED] = torch.zeros(())
         return method
@@ -102,6 +105,7 @@ class Method:
         """What goes up in training beside the shared parameters."""
         gaps: Fields = {n: VALIDATION for n in GAPS if n in self.merge.requires}
         found = self.local.uploads(self.task, self.initial) | self.merge.uploads(self.task) | gaps
+        found |= self.privacy.uploads if self.privacy else {}
         for name, given in found.items():
             if not isinstance(given, Field):
                 raise FedvlmError(f"uploads: '{name}' is {given!r}; say fedvlm.schema.Field({given!r}) and its limits")
@@ -153,10 +157,16 @@ class Method:
 
     def init(self, clients: int) -> State:
         start = self.merge.init(self.model, clients, self.seed)
-        return State(dict(self.initial), dict(self.newcomer), start.server, start.task)
+        server = start.server | (self.privacy.server_state() if self.privacy else {})
+        return State(dict(self.initial), dict(self.newcomer), server, start.task)
 
     def round(self, state: State, cohort: Cohort) -> State:
-        return self.merge.round(self.model, state, cohort)
+        if self.privacy and self.privacy.level == "client":
+            return self.privacy.round(self.merge, self.model, state, cohort)
+        after = self.merge.round(self.model, state, cohort)
+        if self.privacy:
+            cohort.notes.pop("loss", None)  # it stays with the clients
+        return after
 
 
 def check_parts(adapter: Adapter, local: Local, merge: Merge, task: Task) -> None:

@@ -75,6 +75,10 @@ class RoundRecord(TypedDict, total=False):
     novel: Number
     hm: Number
     condition: dict[str, float]
+    epsilon: float  # dp=: spent so far, for whoever sees the models of all rounds
+    local_epsilon: float  # dp=: spent so far by the clients' uploads, where they are noisy
+    delta: float
+    clip: float  # dp=client: the norm to which updates were clipped
 
 
 def value_of(record: RoundRecord, name: str) -> Number:
@@ -136,6 +140,37 @@ class BackboneRecord:
 
 
 @dataclass(frozen=True)
+class PrivacyRecord:
+    """What a run spent (dp=). The scores that clients report for evaluation are not covered."""
+
+    level: str  # client or example: whose presence is hidden
+    epsilon: float  # for whoever sees the models of all rounds
+    delta: float
+    local_epsilon: Number  # for whoever sees a client's uploads, too; None: not limited, the server adds the noise
+    noise: float  # standard deviation, in units of the clipping norm
+    clip: float  # the clipping norm; the first one, if it is adapted
+    clip_quantile: float
+    noise_at: str  # server or client
+    sampling: str  # of a round's clients: all, fixed or poisson
+    neighbour: str  # what may happen to one client (example): added or removed, replaced, zeroed out
+
+    @property
+    def line(self) -> str:
+        cohorts = {
+            "all": "all clients in every round",
+            "fixed": "cohorts of a fixed size",
+            "poisson": "Poisson cohorts",
+        }
+        known = [f"{self.level} level", f"noise at the {self.noise_at}"]
+        known += [cohorts[self.sampling], f"one {self.level} {self.neighbour}"]
+        uploads = self.level == "client" and self.local_epsilon is not None
+        local = f" (of a client's uploads: {self.local_epsilon:.3g})" if uploads else ""
+        return (
+            f"ε = {self.epsilon:.3g}{local}, δ = {self.delta:.2g} ({', '.join(known)}); reported scores are not covered"
+        )
+
+
+@dataclass(frozen=True)
 class Result:
     last: RoundRecord
     selected: RoundRecord  # chosen on validation
@@ -148,6 +183,7 @@ class Result:
     void: int = 0  # rounds that left the shared model as it was
     bounded: int = 0  # rounds in which an update was shortened (bound=)
     quarantined: list[str] = field(default_factory=list)  # clients that offended and were no longer asked
+    privacy: PrivacyRecord | None = None  # dp=
 
     def at(self, select: Select) -> RoundRecord:
         return self.last if select == "last" else self.selected

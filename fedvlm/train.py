@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from fedvlm.adapters.base import HasDiagnostics
 from fedvlm.config import Setup
-from fedvlm.core import Cohort, Engine, Message, Params, State
+from fedvlm.core import Cohort, Engine, Message, Note, Params, State
 from fedvlm.data.federation import Federation, federate
 from fedvlm.data.pool import Pool
 from fedvlm.engines.base import Job
@@ -23,8 +23,10 @@ from fedvlm.folder import STATE, RunFolder
 from fedvlm.guard import Guard
 from fedvlm.method import Method
 from fedvlm.predictor import check_state
+from fedvlm.privacy.plan import check_method, planned, recorded
 from fedvlm.records import Result, RoundRecord
-from fedvlm.seeds import numpy_generator
+from fedvlm.sampling import cohort_size, sampled
+from fedvlm.secure.settings import Secure, check_secure
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
@@ -33,8 +35,16 @@ MAX_VOID = 3  # rounds in a row that change nothing and stop a run
 def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
     """The method on its federation, or an error before anything is trained."""
     federation = federate(pool, setup.config, setup.config.seed)
+    return built(setup, pool, federation), federation
+
+
+def built(setup: Setup, pool: Pool, federation: Federation) -> Method:
+    """The method on this federation, or an error."""
     parts = (setup.adapter, setup.local, setup.merge)
-    method = Method.build(*parts, pool.task, setup.config.seed, setup.metrics)
+    privacy = planned(setup, federation)
+    method = Method.build(*parts, pool.task, setup.config.seed, setup.metrics, privacy)
+    if privacy:
+        check_method(method, federation)
     for name, metric in setup.metrics.items():
         if setup.adapter.task_type not in metric.task_types:
             learns = setup.adapter.task_type.description
@@ -43,21 +53,30 @@ def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
         raise FedvlmError(
             "partition=pooled has no clients, so nothing can be private; choose an adapter that shares all"
         )
-    return method, federation
+    check_secure(setup, method, cohort_size(setup.config, len(federation.seen)))
+    return method
 
 
 def train(setup: Setup, pool: Pool, folder: Path, on_round: OnRound = lambda record: None) -> RunFolder:
     """Starts the run in this folder, or goes on with it where it stopped."""
     torch.set_num_threads(max(1, setup.config.threads))
-    method, federation = prepare(setup, pool)
+    return train_on(setup, pool, *prepare(setup, pool), folder, on_round)
+
+
+def train_on(
+    setup: Setup, pool: Pool, method: Method, federation: Federation, folder: Path, on_round: OnRound
+) -> RunFolder:
+    """The same, of a method and a federation that are known."""
     run = RunFolder.start(folder, setup, pool, federation)
     if run.done:
         return run
     with run.locked():
         data = replace(federation.data, rounds=max(1, setup.config.rounds))
         declared = np.diff(data.bounds, axis=1)
-        guard = Guard(method, federation.names, declared, data.extras, setup.config.bound, run.log)
-        job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup))
+        # a median of lengths depends on everybody: one client more could change how all others are shortened
+        bound = 0.0 if setup.config.dp == "client" else setup.config.bound
+        guard = Guard(method, federation.names, declared, data.extras, bound, run.log)
+        job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup), run.name)
         engine: Engine = setup.engine_class().open(job)  # type: ignore[attr-defined]
         try:
             play_rounds(setup, method, federation, engine, guard, run, on_round)
@@ -111,6 +130,10 @@ def play_rounds(
                     raise VoidRound(f"{void} rounds in a row changed nothing; {lack}") from lack
                 record["void"] = str(lack)
             record |= account(cohort, federation)
+        if method.privacy:
+            spent = recorded(method.privacy, round)
+            record |= {"epsilon": spent.epsilon, "delta": spent.delta}
+            record |= {} if spent.local_epsilon is None else {"local_epsilon": spent.local_epsilon}
         if round == last_round or round % config.evaluate == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
@@ -146,18 +169,23 @@ def usable(state: State, before: State) -> State:
 def sample(setup: Setup, federation: Federation, engine: Engine, guard: Guard, round: int) -> Cohort:
     """The clients of a round and, in a rehearsal of failures, those that will not answer."""
     config, able = setup.config, federation.seen
-    draw = numpy_generator(config.seed, 31, round)
-    size = max(1, int(np.ceil(config.participation * len(able))))
-    ids = np.sort(draw.permutation(able)[:size])
+    privacy = guard.method.privacy
+    ids, draw = sampled(config, able, round, privacy.seed if privacy else config.seed)
     lost = frozenset(int(i) for i in ids[draw.random(len(ids)) < config.dropout])
-    return Cohort(engine, ids, round, config.quorum, config.rounds, len(able), lost, guard)
+    secure = Secure.of(config)
+    return Cohort(engine, ids, round, config.quorum, config.rounds, len(able), lost, guard, secure)
 
 
 def account(cohort: Cohort, federation: Federation) -> RoundRecord:
     """What the exchanges of a round were, with clients by name."""
-    notes = {
-        k: {federation.names[i]: x for i, x in v.items()} if isinstance(v, dict) else v for k, v in cohort.notes.items()
-    }
+    names = federation.names
+
+    def named(note: Note) -> object:
+        if isinstance(note, dict):
+            return {names[i]: x for i, x in note.items()}
+        return [names[i] for i in note] if isinstance(note, list) else note
+
+    notes = {k: named(v) for k, v in cohort.notes.items()}
     sizes = {"asked": len(cohort.ids), "bytes_down": cohort.bytes_down, "bytes_up": cohort.bytes_up}
     return notes | sizes  # type: ignore[return-value]
 
@@ -198,6 +226,7 @@ def result(method: Method, federation: Federation, records: list[RoundRecord]) -
         void=sum("void" in r for r in records),
         bounded=sum("bounded" in r for r in records),
         quarantined=records[-1].get("quarantined", []),
+        privacy=recorded(method.privacy, records[-1]["round"]) if method.privacy else None,
     )
 
 

@@ -7,8 +7,8 @@ import os
 
 from fedvlm import backbones, console, trust
 from fedvlm.backbones.server import serve
-from fedvlm.config import key_values
-from fedvlm.keys import Key, unknown
+from fedvlm.commands.values import values
+from fedvlm.keys import Key
 
 KEYS = [
     Key("backbone", "str", "mini-clip"),
@@ -21,12 +21,7 @@ KEYS = [
 
 
 def main(args: argparse.Namespace) -> None:
-    known = {k.name: k for k in KEYS}
-    given = {k.name: k.default for k in KEYS}
-    for key, value in key_values(args.pairs).items():
-        if key not in known:
-            raise unknown(key, known)
-        given[key] = known[key].coerce(value)
+    given = values(KEYS, args.pairs)
     token = os.environ.get("FEDVLM_TOKEN")
     trust.remember_backbone(str(given["backbone"]))
     with serve(

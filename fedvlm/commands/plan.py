@@ -9,6 +9,7 @@ from fedvlm.config import Setup
 from fedvlm.data.federation import Federation, table
 from fedvlm.data.pool import Pool
 from fedvlm.method import Method
+from fedvlm.privacy.plan import recorded
 
 MOST_ROWS, MOST_CLASSES = 40, 12
 
@@ -27,6 +28,11 @@ def show_plan(setup: Setup, pool: Pool) -> None:
         f"{cost.down / 1e6:.3g} MB down, {cost.up / 1e6:.3g} MB up, about {cost.seconds:.2g} s "
         f"({total:.2g} s in all, one after the other)"
     )
+    if method.privacy:
+        line = recorded(method.privacy, setup.config.rounds).line
+        console.out.print(
+            f"noise multiplier {method.privacy.noise:g}, clip {method.privacy.clip:g}: {line}", markup=False
+        )
     reveals = f" ({setup.merge.reveals})" if setup.merge.reveals else ""
     console.out.print(
         f"private to each client: {listed(method.newcomer) or 'nothing'}; "

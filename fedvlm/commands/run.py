@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 
 from fedvlm import api, console
-from fedvlm.commands.output import run_and_show
+from fedvlm.commands.output import run_and_show, show_table
 from fedvlm.config import key_values
 
 
 def main(args: argparse.Namespace) -> None:
     setup = api.chosen(args.method, key_values(args.pairs))  # before torch is imported: a typo is answered at once
+    if setup.config.federation:
+        run = api.federated(setup)
+        show_table(api.Runs([run]), args)
+        return console.line(f"run folder: {run.folder}")
     pools = api.new_pools()
     if args.dry:
         from fedvlm.commands.plan import show_plan

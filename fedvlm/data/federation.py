@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -79,6 +80,26 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     if not len(federation.seen):
         raise FedvlmError("nobody is left to train: every client is held out or has no training image")
     return _pooled(federation) if layout.partition == "pooled" else federation
+
+
+def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], place: int) -> Data:
+    """The data of a single client that alone holds this pool, in the order train, val, test. `classes` are those of all
+    clients; where every client has all of them, the split is that of `federate` with one client per domain."""
+    items, number = pool.source.items, {c: k for k, c in enumerate(classes)}
+    y = np.array([number[i.label] for i in items])
+    by_site = pool.source.task_type is NEXT_CHARACTER
+    strata = [NO_DOMAIN] * len(items) if by_site else [i.label for i in items]
+    before = place * (1 if by_site else len(classes))
+    part = partition.split(strata, [""] * len(items), [i.group for i in items], seed, layout.split, before)
+    keep = partition.few_shot(y, np.zeros(len(y), np.int64), part, layout.shots, seed)
+    order = np.lexsort((np.arange(len(y)), part))
+    order = order[keep[order]]
+    sizes = np.bincount(part[order], minlength=len(SPLITS))
+    rows = torch.from_numpy(order)
+    answers = torch.from_numpy(y) if pool.y is None else pool.y
+    extras = {k: e._replace(x=e.x[rows]) if e.aligned else e for k, e in pool.extras.items()}
+    bounds = np.concatenate([[0], np.cumsum(sizes)])[None]
+    return Data(pool.x[rows], answers[rows], bounds, np.array([place]), seed, extras=extras)
 
 
 def _base_and_novel(pool: Pool, y: np.ndarray, part: np.ndarray) -> dict[str, Extra]:

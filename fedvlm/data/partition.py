@@ -20,9 +20,14 @@ def apportion(total: int, shares: np.ndarray) -> np.ndarray:
 
 
 def split(
-    labels: Sequence[str], domains: Sequence[str], groups: Sequence[str], seed: int, shares: Sequence[float]
+    labels: Sequence[str],
+    domains: Sequence[str],
+    groups: Sequence[str],
+    seed: int,
+    shares: Sequence[float],
+    first: int = 0,
 ) -> np.ndarray:
-    """The split of each item: 0 train, 1 val, 2 test.
+    """The split of each item: 0 train, 1 val, 2 test. `first`: the number of strata before these, at other sites.
 
     Without groups the split is stratified by domain and class. With groups it is stratified by class only, and the items
     of one group and class, in all domains, are in one split. Every stratum has something in train.
@@ -38,7 +43,7 @@ def split(
     else:
         for i, stratum in enumerate(zip(domains, labels, strict=True)):
             strata.setdefault(stratum, []).append([i])
-    for number, (_, members_of) in enumerate(sorted(strata.items())):
+    for number, (_, members_of) in enumerate(sorted(strata.items()), first):
         counts = apportion(len(members_of), np.asarray(shares, float))
         if counts[0] == 0:
             counts[counts.argmax()] -= 1

@@ -127,14 +127,18 @@ def image_pool(
             f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
             f"such as {next(iter(skipped))}; a classifier needs at least two"
         )
-    phrases = class_phrases(template, source.classes)
-    text = text_embeddings(backbone, list(phrases)) if backbone.dim else None
-    tower = tower_of(backbone, requires)
-    task = Task(tuple(source.classes), text, backbone.dim, backbone.scale, tower, phrases=phrases)
+    task = task_of(backbone, source.classes, template, requires)
     used = [k[j] for j in good for k in (keys, mask_keys) if k]
     mark = fingerprint(used, [f"{i.domain}/{i.label}" for i in source.items])
     named = f"{backbone.name}@{backbone.fingerprint}"
     return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
+
+
+def task_of(backbone: Backbone, classes: Sequence[str], template: str, requires: str = "") -> Task:
+    """These classes, as the backbone sees their names."""
+    phrases = class_phrases(template, classes)
+    text = text_embeddings(backbone, list(phrases)) if backbone.dim else None
+    return Task(tuple(classes), text, backbone.dim, backbone.scale, tower_of(backbone, requires), phrases=phrases)
 
 
 def misfits(source: Source, broken: str) -> dict[str, str]:

@@ -7,47 +7,33 @@ exchange, with a line in the log, and finds its private row where it left it the
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, cast
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
-from fedvlm import files
-from fedvlm.core import Message, Params, Reply
-from fedvlm.engines.base import Engine, Job
-from fedvlm.engines.rows import RESTORE, Rows
-from fedvlm.engines.wire import Channel, Header, longest_reply, pack_message, receive, send, to_reply, unpack
+from fedvlm.core import Message, Params
+from fedvlm.engines.base import Job
+from fedvlm.engines.frames import connected, receive, send
+from fedvlm.engines.remote import Remote, Silence
+from fedvlm.engines.wire import OUTPUTS, OVERHEAD, pack_message, unpack
+from fedvlm.engines.worker import ClientRecord, write_folder
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.names import file_name
-from fedvlm.schema import Schema
-from fedvlm.steps import STEPS
 
 MAX_PROCESSES = 64
-OUTPUTS = "outputs"  # not a step: the client writes its logits into its own folder and sends nothing
 Inbox = queue.Queue[tuple[int, bytes | None]]  # client, frame; None: its process ended
 
 
-class Silence(StrEnum):
-    """Why there is no reply."""
-
-    DIED = "its process ended twice"
-    LATE = "no answer in time"
-
-
-class Loopback(Engine):
+class Loopback(Remote):
     def __init__(self, job: Job):
         names = job.federation.names
         if len(names) > MAX_PROCESSES:
@@ -55,15 +41,7 @@ class Loopback(Engine):
                 f"engine=loopback starts a process for each of {len(names)} clients, and {MAX_PROCESSES} is the most; "
                 "use engine=stacked"
             )
-        if job.federation.pooled:
-            raise FedvlmError("partition=pooled has no clients to put into processes; use engine=serial")
-        if job.federation.task.novel is not None:
-            raise FedvlmError(
-                "protocol=base-to-novel scores every model on everybody's test images, which engine=loopback keeps apart; "
-                "use engine=stacked"
-            )
-        self.names, self.guard, self.tickets, config = names, job.guard, 0, job.setup.config
-        self.timeout, self.grace, self.quorum = config.timeout, config.grace, config.quorum
+        super().__init__(job)
         self.folders = [job.folder / "clients" / file_name(name) for name in names]
         self.workers: dict[int, Worker] = {}
         self.inbox: Inbox = queue.Queue()
@@ -74,35 +52,14 @@ class Loopback(Engine):
     def open(cls, job: Job) -> Loopback:
         return cls(job)
 
-    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
-        for i, answer in self.exchange(step, ids, message, round, exchange).items():
-            try:
-                if isinstance(answer, Silence):
-                    self.guard.failed(
-                        i, round, f"{answer} (see {self.folders[i].name}/log.txt)", answer is Silence.LATE
-                    )
-                    continue
-                header, parts = unpack(answer)
-                if header.error:
-                    self.guard.failed(i, round, header.error)
-                else:
-                    yield to_reply(i, parts)
-            except BadMessage as error:
-                self.guard.offence(i, round, str(error))
+    def where(self, client: int) -> str:
+        return f" (see {self.folders[client].name}/log.txt)"
 
-    def exchange(
-        self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int
-    ) -> dict[int, bytes | Silence]:
-        """Sends a request to each of these clients; their replies in the order of ids. Once a quorum has answered, the
-        others have `grace` seconds left."""
-        self.tickets += 1
-        frame = pack_message(message, Header(step, round, exchange, self.tickets))
-        asked = [int(i) for i in np.sort(ids)]
-        limits = self.limits(step, asked, message)
-        for i in asked:
+    def exchange(self, frames: dict[int, bytes], limits: dict[int, int]) -> dict[int, bytes | Silence]:
+        for i, frame in frames.items():
             self.post(i, frame, limits[i])
-        waiting, replies, died = set(asked), dict[int, bytes | Silence](), set[int]()
-        deadline, need = time.monotonic() + self.timeout, np.ceil(self.quorum * len(asked))
+        waiting, replies, died = set(frames), dict[int, bytes | Silence](), set[int]()
+        deadline, need = time.monotonic() + self.timeout, np.ceil(self.quorum * len(frames))
         while waiting and (left := deadline - time.monotonic()) > 0:
             try:
                 i, reply = self.inbox.get(timeout=left)
@@ -113,7 +70,7 @@ class Loopback(Engine):
             ticket = ticket_of(reply) if reply else None
             if reply is None and i not in died:
                 died.add(i)
-                self.post(i, frame, limits[i])
+                self.post(i, frames[i], limits[i])
             elif reply is None:
                 replies[i] = Silence.DIED
             elif ticket is None:  # unreadable: nothing more can be expected of this process
@@ -126,7 +83,7 @@ class Loopback(Engine):
                 deadline = min(deadline, time.monotonic() + self.grace)
         for i in waiting:
             self.workers[i].kill()
-        return {i: replies.get(i, Silence.LATE) for i in asked}
+        return {i: replies.get(i, Silence.LATE) for i in frames}
 
     def post(self, i: int, frame: bytes, limit: int) -> None:
         if i not in self.workers or not self.workers[i].alive:
@@ -134,18 +91,14 @@ class Loopback(Engine):
         self.workers[i].limit = limit
         self.workers[i].post(frame)
 
-    def limits(self, step: str, ids: list[int], message: Message) -> dict[int, int]:
-        """Bytes that each client's reply may have."""
-        schema = self.guard.schema(step) if step in STEPS else Schema({})
-        return {i: longest_reply(schema, message.shared, int(self.guard.declared[i, 0])) for i in ids}
-
     def outputs(self, message: Message, round: int) -> Params:
         """Each client writes its own into its folder; here on one machine they are read from there."""
         found: list[Params] = []
-        everybody = np.arange(len(self.names))
-        for i, frame in self.exchange(OUTPUTS, everybody, message, round, 1).items():
+        frame = pack_message(message, self.header(OUTPUTS, round, 1))
+        everybody = range(len(self.names))
+        for i, answer in self.exchange(dict.fromkeys(everybody, frame), dict.fromkeys(everybody, OVERHEAD)).items():
             path = self.folders[i] / "outputs.safetensors"
-            if isinstance(frame, bytes) and ticket_of(frame) and not unpack(frame)[0].error and path.exists():
+            if isinstance(answer, bytes) and ticket_of(answer) and not unpack(answer)[0].error and path.exists():
                 found.append(load_file(path))
         found = [one for one in found if one]
         return {k: torch.cat([one[k] for one in found]) for k in (found[0] if found else {})}
@@ -164,41 +117,30 @@ def ticket_of(frame: bytes) -> int | None:
 
 
 def prepare(folder: Path, job: Job, i: int) -> None:
-    """What a client needs, in its own folder: its own examples, what everybody may know, and how to build the method."""
-    files.private_folder(folder)
-    if job.method.newcomer and (folder / "client.json").exists() and not (folder / "rows.bin").exists():
-        raise FedvlmError(f"{folder / 'rows.bin'} is gone, and with it this client's own model; {RESTORE}")
-    Rows(job.method.newcomer, 1, folder / "rows.bin").file.close()
+    """What a client needs, in its own folder."""
     data, task, setup = job.data, job.federation.task, job.setup
     low, high = int(data.bounds[i, 0]), int(data.bounds[i, 3])
-    about = {
-        "id": i,
-        "first": low,
-        "bounds": (data.bounds[i] - low).tolist(),
-        "parts": {home: asdict(part) for home, part in setup.parts.items()},
-        "classes": task.classes,
-        "phrases": task.phrases,
-        "nouns": task.nouns,
-        "dim": task.dim,
-        "scale": task.scale,
-        "backbone": setup.config.backbone,
-        "seed": data.seed,
-        "rounds": data.rounds,
-        "threads": max(1, setup.config.threads),
+    rows = slice(low, high)
+    extras = {
+        k: e._replace(x=e.x[rows], y=None if e.y is None else e.y[rows]) for k, e in data.extras.items() if e.aligned
     }
-    files.write(folder / "client.json", json.dumps(about), private=True)
-    for home, code in setup.codes.items():
-        code.write(folder / "code" / home)
-    public = {"text": task.text} if task.text is not None else {}
-    own = {"x": data.x[low:high], "y": data.y[low:high]}
-    for name, extra in data.extras.items():
-        target, rows = (own, slice(low, high)) if extra.aligned else (public, slice(None))
-        target[f"extra.{name}.x"] = extra.x[rows]
-        if extra.y is not None:
-            target[f"extra.{name}.y"] = extra.y[rows]
-    for name, params in (("public", public), ("data", own)):
-        content = save({k: v.contiguous() for k, v in params.items()})
-        files.write(folder / f"{name}.safetensors", content, private=True)
+    own = replace(
+        data,
+        x=data.x[rows],
+        y=data.y[rows],
+        bounds=data.bounds[[i]] - low,
+        ids=data.ids[[i]],
+        extras=data.extras | extras,
+    )
+    about = ClientRecord(
+        run=job.run,
+        name=job.federation.names[i],
+        first=low,
+        backbone=setup.config.backbone,
+        threads=setup.config.threads,
+        privacy=job.method.privacy.plain() if job.method.privacy else None,
+    )
+    write_folder(folder, about, setup, task, own, job.method.newcomer)
 
 
 class Worker:
@@ -249,20 +191,3 @@ class Worker:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
             self.kill()
-
-
-def connected(call: list[str], log: IO[bytes], env: dict[str, str]) -> tuple[subprocess.Popen[bytes], Channel, Channel]:
-    """A process with its standard input and output as channels: a socket where a process can have one in their place
-    (many times as fast as a pipe), else pipes."""
-    if os.name != "posix":
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(call, bufsize=0, stdin=pipe, stdout=pipe, stderr=log, env=env)
-        assert process.stdin and process.stdout
-        return process, cast(Channel, process.stdout), cast(Channel, process.stdin)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        end = theirs.fileno()
-        process = subprocess.Popen(call, stdin=end, stdout=end, stderr=log, env=env, start_new_session=True)
-    channel = cast(Channel, ours.makefile("rwb", buffering=0))
-    ours.close()  # the channel keeps it open
-    return process, channel, channel

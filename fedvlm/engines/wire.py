@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +13,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from fedvlm.core import Message, Params, Reply, nbytes
+from fedvlm.engines.frames import HEAD, LIMIT
+from fedvlm.engines.frames import Channel as Channel
+from fedvlm.engines.frames import receive as receive
+from fedvlm.engines.frames import send as send
 from fedvlm.errors import BadMessage
 from fedvlm.schema import Schema
 
-LIMIT = 4 << 30  # a longer frame is refused before it is read
 OVERHEAD = 64 << 10  # bytes of a frame beside its tensors, and for each tensor:
 PER_TENSOR = 1 << 10
-HEAD = struct.Struct("<Q")
-SLICE = 1 << 20  # bytes read at a time
+OUTPUTS = "outputs"  # not a step: the client writes its logits into its own folder and sends nothing
+SECURE = "secure."  # how the steps of secure aggregation begin, and the part of a frame that has their payload
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,14 +47,10 @@ class Header(NamedTuple):
     ticket: int = -1  # a reply carries the ticket of its request
     stage: str = ""
     error: str = ""  # why a client cannot answer
-
-
-class Channel(Protocol):
-    """An unbuffered pipe or socket: buffered ones take a time quadratic in the size of a frame."""
-
-    def write(self, data: memoryview, /) -> int | None: ...
-
-    def readinto(self, buffer: memoryview, /) -> int | None: ...
+    ledger: str = ""  # of a reply: the head of the client's ledger before it (count and hash)
+    clipped: float = 0.0  # of a reply: the norm to which the update was clipped; 0: not at all
+    noised: float = 0.0  # the standard deviation of the noise in it
+    masked: bool = False  # by secure aggregation
 
 
 def pack(header: Header, parts: dict[str, Params]) -> bytes:
@@ -101,6 +99,11 @@ def pack_message(message: Message, header: Header) -> bytes:
     return pack(header._replace(stage=message.stage), message.parts())
 
 
+def octets(data: bytes) -> torch.Tensor:
+    """Bytes as a tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
 def to_message(header: Header, parts: dict[str, Params]) -> Message:
     known = {k: parts.get(k, {}) for k in ("shared", "task", "reference", "extra")}
     return Message(**known, stage=header.stage)
@@ -120,32 +123,3 @@ def longest_reply(schema: Schema, shared: Params, examples: int) -> int:
     values = word * sum(math.prod(examples if n == -1 else n for n in f.shape) for f in fields)
     tensors = len(fields) + len(shared)
     return min(LIMIT, values + schema.shared * nbytes(shared) + OVERHEAD + PER_TENSOR * tensors)
-
-
-def send(channel: Channel, data: bytes) -> None:
-    for part in (HEAD.pack(len(data)), data):
-        view = memoryview(part)
-        while view:  # a write may be short
-            view = view[channel.write(view) or 0 :]
-
-
-def receive(channel: Channel, limit: Callable[[], int] = lambda: LIMIT) -> bytes | None:
-    """The next frame; None where the other side has gone. The limit is asked for when the frame begins."""
-    head = read(channel, HEAD.size)
-    if head is None:
-        return None
-    (size,) = HEAD.unpack(head)
-    if size > limit():
-        raise BadMessage(f"a message of {size:,} bytes is over the limit of {limit():,}")
-    return read(channel, size)
-
-
-def read(channel: Channel, size: int) -> bytes | None:
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        got = channel.readinto(view[at : at + SLICE])
-        if not got:
-            return None
-        at += got
-    return bytes(data)

@@ -45,6 +45,8 @@ class OptimiserSettings:
 def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients, updates: int = 1) -> Tensor:
     """Trains `params` [clients, ...] in place for one round, with `updates` steps per batch; returns the mean training
     loss of each client."""
+    if data.private is not None:
+        return data.private.optimise(settings, params, data, gradients)
     total = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
     steps = np.ceil(data.counts("train") / settings.batch) * settings.epochs
     if not params:

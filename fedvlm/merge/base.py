@@ -15,9 +15,13 @@ from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Data, Params, Reply, State, is_running_statistic
-from fedvlm.errors import FedvlmError
+from fedvlm.errors import FedvlmError, VoidRound
 from fedvlm.local.model import Model
 from fedvlm.schema import Fields
+from fedvlm.secure.fixed import Summand
+
+UPDATE = "update/"  # prefix of a shared parameter's update among summands
+MOST = 2.0**20  # the largest weight in secure sums: more examples count as so many
 
 
 class Start(NamedTuple):
@@ -60,6 +64,36 @@ class Merge:
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         raise NotImplementedError
+
+    def needs_replies(self) -> str:
+        """Why sums over clients are not enough for it (secure=true); "" where they are. `summands` is not inherited here: a
+        subclass may look at single replies."""
+        if "summands" not in vars(type(self)):
+            return "works on the replies of single clients; use merge=mean or merge=classwise"
+        if self.cosine or self.gaps:
+            return f"compares single clients with {'cosine' if self.cosine else 'gaps'}=true; leave it out"
+        return ""
+
+    def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
+        """What is summed over clients (secure=true), with the ranges of one client's values; numbers of an update are
+        clipped to ± limit."""
+        raise NotImplementedError
+
+    def summands(self, reply: Reply, sent: Params) -> Params:
+        """What clients contribute to the sums, by the names of `ranges`, [clients, ...]; computed on the client."""
+        raise NotImplementedError
+
+    def from_sums(self, state: State, sums: Params) -> Params:
+        """The next shared parameters."""
+        raise NotImplementedError
+
+    def round_of_sums(self, model: Model, state: State, cohort: Cohort) -> State:
+        """A round in which the server sees sums only."""
+        sums = cohort.sums(self, model, state.message())
+        if not sums["weight"] > 0:
+            raise VoidRound(f"round {cohort.round}: the clients' weights add up to nothing; the model stays as it was")
+        cohort.notes["loss"] = float(sums["loss"] / sums["weight"])
+        return state._replace(shared=self.from_sums(state, sums))
 
     def gather(self, state: State, cohort: Cohort) -> Replies:
         """Has the clients train; returns all replies, and records what `cosine` and `gaps` ask for."""
@@ -159,6 +193,17 @@ class Agreement:
     def mean(self) -> float:
         n = self.clients
         return float((torch.as_tensor(self.sum).square().sum() - n) / (n * (n - 1)))
+
+
+def weight_and_loss(weights: str) -> dict[str, Summand]:
+    """The ranges of a client's weight (weights=size or uniform) and its loss."""
+    weight = Summand((), MOST if weights == "size" else 1.0, 1.0)
+    return {"weight": weight, "loss": Summand((), 2.0**10, 2.0**-10, "weight")}
+
+
+def updates(reply: Reply, sent: Params) -> Params:
+    """How far each shared parameter moved: the differences need a smaller range than the parameters."""
+    return {UPDATE + k: v.double() - sent[k].double() for k, v in reply.shared.items()}
 
 
 def by_client(ids: np.ndarray, values: Tensor) -> dict[int, float]:

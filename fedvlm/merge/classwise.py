@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.core import Cohort, Data, Params, State
+from fedvlm.core import Cohort, Data, Params, Reply, State
 from fedvlm.local.model import Model
-from fedvlm.merge.base import Merge, Replies
+from fedvlm.merge.base import MOST, UPDATE, Merge, Replies, updates, weight_and_loss
 from fedvlm.schema import SIZE, Fields
+from fedvlm.secure.fixed import Summand
 from fedvlm.tasks import SEGMENTATION
 
 BY_CLASS = ("context", "head")  # parameters with one row per class, where their first axis has that length
@@ -39,6 +40,8 @@ class Classwise(Merge):
         return {"class_counts": data.class_counts(len(model.task.classes))}, {}
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        if cohort.secure:
+            return self.round_of_sums(model, state, cohort)
         replies = self.gather(state, cohort)
         n = replies.sizes(self.weights)
         weight = n / n.sum()
@@ -46,14 +49,40 @@ class Classwise(Merge):
         shared |= {
             k: mean_by_class(replies.shared[k], counts, v)
             for k, v in state.shared.items()
-            if k in BY_CLASS and len(v) == counts.shape[1]
+            if is_by_class(k, v, counts.shape[1])
         }
         loss = float(np.average(replies.values["loss"].double().numpy(), weights=weight.numpy()))
         return self.finish(state, cohort, replies, self.calibrated(shared, replies, cohort), weight, loss)
 
+    def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
+        classes = len(model.task.classes)
+        found = weight_and_loss(self.weights) | {"class_counts": Summand((classes,), MOST, 1.0)}
+        for name, value in sent.items():
+            weight = "class_counts" if is_by_class(name, value, classes) else "weight"
+            found[UPDATE + name] = Summand(tuple(value.shape), limit, weight=weight)
+        return found
+
+    def summands(self, reply: Reply, sent: Params) -> Params:
+        n = reply.values["n"]
+        weight = n if self.weights == "size" else torch.ones_like(n)
+        known = {"weight": weight, "loss": reply.values["loss"], "class_counts": reply.values["class_counts"]}
+        return known | updates(reply, sent)
+
+    def from_sums(self, state: State, sums: Params) -> Params:
+        counts, shared = sums["class_counts"], dict[str, Tensor]()
+        for name, value in state.shared.items():
+            by_class = is_by_class(name, value, len(counts))
+            total = counts.clamp(min=1).view(-1, *[1] * (value.dim() - 1)) if by_class else sums["weight"]
+            shared[name] = (value.double() + sums[UPDATE + name] / total).to(value.dtype)  # unknown classes: + 0
+        return shared
+
     def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
         """The final shared parameters from the means; merges that post-process them override this."""
         return shared
+
+
+def is_by_class(name: str, value: Tensor, classes: int) -> bool:
+    return name in BY_CLASS and len(value) == classes
 
 
 def mean_by_class(replies: Tensor, counts: Tensor, before: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 
 from fedvlm.core import Cohort, Message, Params, Reply, State
 from fedvlm.local.model import Model
-from fedvlm.merge.base import Agreement, Gaps, Merge, by_client
+from fedvlm.merge.base import UPDATE, Agreement, Gaps, Merge, by_client, updates, weight_and_loss
+from fedvlm.secure.fixed import Summand
 
 OnReply = Callable[[Reply], None]
 
@@ -27,8 +28,22 @@ class Mean(Merge):
     weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        if cohort.secure:
+            return self.round_of_sums(model, state, cohort)
         found = self.average(state, cohort, state.message())
         return state._replace(shared=found.mean, server=state.server | found.server)
+
+    def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
+        moved = {UPDATE + k: Summand(tuple(v.shape), limit, weight="weight") for k, v in sent.items()}
+        return weight_and_loss(self.weights) | moved
+
+    def summands(self, reply: Reply, sent: Params) -> Params:
+        n = reply.values["n"]
+        weight = n if self.weights == "size" else torch.ones_like(n)
+        return {"weight": weight, "loss": reply.values["loss"]} | updates(reply, sent)
+
+    def from_sums(self, state: State, sums: Params) -> Params:
+        return {k: (v.double() + sums[UPDATE + k] / sums["weight"]).to(v.dtype) for k, v in state.shared.items()}
 
     def average(
         self,

@@ -24,6 +24,7 @@ from fedvlm.report.tables import (
     backbone_id,
     format_value,
     grouped,
+    privacy_lines,
     settings,
     split_sizes,
     summarise,
@@ -84,6 +85,7 @@ def facts(groups: Groups) -> dict[str, str]:
     """What was run, by heading."""
     records = [r for group in groups.values() for r in group]
     data = [r.data for r in records]
+    spent = {"privacy": "; ".join(f"{k}: {' / '.join(p)}" for k, v in groups.items() if (p := privacy_lines(v)))}
     return {
         "data": distinct(f"{d.name}: {d.images:,} examples, {classes(d)}" for d in data),
         "domains": distinct(", ".join(d.domains) for d in data),
@@ -94,6 +96,7 @@ def facts(groups: Groups) -> dict[str, str]:
         "rounds": "; ".join(f"{k}: {distinct(r.finished.last['round'] for r in v)}" for k, v in groups.items()),
         "versions": distinct(", ".join(f"{k} {v}" for k, v in r.versions.items() if k != "commit") for r in records),
         "commit": distinct(r.versions.get("commit") or "unknown" for r in records),
+        **{k: v for k, v in spent.items() if v},
     }
 
 

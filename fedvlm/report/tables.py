@@ -245,7 +245,7 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
                 f"{name}: seeds {', '.join(map(str, incomplete))} are left out because they lack targets that other "
                 "seeds have"
             )
-        out += [f"{name}: {text}" for text in incidents(group, select)]
+        out += [f"{name}: {text}" for text in (*incidents(group, select), *privacy_lines(group))]
     if has_published:
         sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
         out.append(f"the paper's numbers were measured with another backbone and are no target: {'; '.join(sources)}")
@@ -269,6 +269,12 @@ def incidents(group: list[RunRecord], select: Select) -> list[str]:
         if names:
             out.append(f"clients {words}: {', '.join(sorted(names)[:10])}{', …' if len(names) > 10 else ''}")
     return out
+
+
+def privacy_lines(group: list[RunRecord]) -> list[str]:
+    """What these runs spent, each distinct line once; of several targets or seeds the largest ε comes first."""
+    spent = [r.finished.privacy for r in group if r.finished.privacy]
+    return list(dict.fromkeys(p.line for p in sorted(spent, key=lambda p: -p.epsilon)))
 
 
 def split_sizes(record: RunRecord) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from fedvlm.core import Data, Extra, Message, Params, with_client_axis
 from fedvlm.local import copies
+from fedvlm.privacy.mechanism import joined
 from fedvlm.steps.base import Answer, Schema, Step
 from fedvlm.steps.validate import validation_loss
 
@@ -23,6 +25,18 @@ class Train(Step):
         return Schema(method.uploads, shared=True)
 
     def run(self, method: Method, own: Params, message: Message, data: Data, prepared: Params) -> Answer:
+        privacy = method.privacy
+        if privacy is None:
+            return self.trained(method, own, message, data)
+        if privacy.level == "client":
+            return privacy.protected(self.trained(method, own, message, data), message, data)
+        data = replace(data, private=privacy.descent(method.adapter))
+        alone = [replace(data, bounds=data.bounds[[i]], ids=data.ids[[i]]) for i in range(len(data))]
+        rows = [{k: v[i : i + 1] for k, v in own.items()} for i in range(len(data))]
+        answers = [self.trained(method, row, message, one) for row, one in zip(rows, alone, strict=True)]
+        return privacy.protected(joined(answers), message, data)
+
+    def trained(self, method: Method, own: Params, message: Message, data: Data) -> Answer:
         values: Params = {}
         if "before" in method.uploads:
             values["before"] = validation_loss(method, own, with_client_axis(message.shared), data)

@@ -1,0 +1,1 @@
+"""A federation across machines, on NVFlare: kits, processes, and what runs in them."""

@@ -1,0 +1,271 @@
+"""`fedvlm run … federation=KIT`: submits a run to a federation's server, follows it, and fetches its folder.
+
+The run goes on at the server whether anybody follows it or not. Where the server died, or a site came (back) that is not in
+the job, the job is submitted anew, and goes on from the last whole round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from fedvlm import console, files
+from fedvlm.config import Setup
+from fedvlm.deploy.plan import Plan
+from fedvlm.deploy.status import session
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.machine import runs_home
+from fedvlm.names import file_name
+from fedvlm.records import RoundRecord, RunRecord
+
+TICK = 1.0  # seconds between two looks at a job
+ROUNDS, FETCHED = "fedvlm.rounds", "fedvlm"  # as in deploy/hub.py, which needs torch
+REJOIN = 20.0  # seconds that a connected site may be missing in a job before it is submitted anew
+JOBS = 20  # for one run, at most
+LOST = 600.0  # seconds that the server may be away
+ENDED = ("FINISHED", "FAILED", "ABORTED", "ABANDONED", "STOPPED")
+
+OnRound = Callable[[RoundRecord], None]
+
+
+class Followed(NamedTuple):
+    """How a job ended."""
+
+    state: str
+    error: str  # in the server's words
+
+
+def run(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
+    """The finished run, fetched to `out` or to its usual place."""
+    refuse(setup)
+    kit = str(Path(setup.config.federation).expanduser().resolve())
+    with session(kit) as (flare, about):
+        sites = sorted({*about.sites, *connected(flare)})
+        name = run_name(setup, about.federation, sites)
+    if not sites:
+        raise FedvlmError(f"no site of {about.federation} is connected; start `fedvlm join` at the sites first")
+    folder = out or (Path(setup.config.out) if setup.config.out else runs_home() / file_name(name))
+    if (folder / "run.json").exists() and RunFolder(folder).done:
+        return RunFolder(folder)
+    plan = Plan.of(setup, about.federation, name, sites)
+    follower = Follower(kit, plan, folder, on_round)
+    for _ in range(JOBS):
+        before = follower.seen
+        ended = follower.job()
+        if (folder / "run.json").exists() and follower.run.done:
+            return follower.run
+        if ended.error:
+            raise FedvlmError(ended.error)
+        if follower.seen == before and "EXCEPTION" in ended.state:
+            raise FedvlmError(
+                f"the job ended ({ended.state}) before a round was played; see log.txt of the server's kit"
+            )
+        console.note(f"the job ended ({ended.state}); the run goes on with another from its last whole round")
+    raise FedvlmError(f"{JOBS} jobs ended before the run did; see log.txt of the server's kit")
+
+
+def refuse(setup: Setup) -> None:
+    config = setup.config
+    reasons = {
+        "seeds=": len(config.seeds) > 1,
+        f"protocol={config.protocol}": config.protocol != "one",
+        "outsiders=": bool(config.outsiders),
+        f"partition={config.partition}": config.partition not in ("auto", "domain"),
+        "data=": "data" in setup.given,
+    }
+    for key, given in reasons.items():
+        if given:
+            raise FedvlmError(f"{key} does not go with federation=: each site is one client, and has its own data")
+
+
+def run_name(setup: Setup, federation: str, sites: list[str]) -> str:
+    decided = json.dumps([setup.binding(), federation, sites], sort_keys=True, default=str)
+    mark = hashlib.blake2b(decided.encode(), digest_size=4).hexdigest()
+    unseen = "+".join(setup.config.unseen) or "all"
+    return file_name(f"{setup.method.label.replace(' ', '-')}-{federation}-{unseen}-s{setup.config.seed}-{mark}")
+
+
+def connected(flare: Any) -> list[str]:
+    return [str(c.name) for c in flare.get_connected_client_list()]
+
+
+class Follower:
+    def __init__(self, kit: str, plan: Plan, folder: Path, on_round: OnRound):
+        self.kit, self.plan, self.folder, self.on_round = kit, plan, folder, on_round
+        self.seen, self.lines = 0, 0  # rounds and lines that were told
+        self.missing: dict[str, float] = {}  # connected sites that are not in the job, and since when
+
+    @property
+    def run(self) -> RunFolder:
+        return RunFolder(self.folder)
+
+    def job(self) -> Followed:
+        """One job, from its submission to its end; one that already runs is followed."""
+        lost = 0.0
+        job = ""
+        while True:
+            try:
+                with session(self.kit) as (flare, _):
+                    lost = 0.0
+                    job = job or running(flare, self.plan.name) or self.submit(flare)
+                    return self.follow(flare, job)
+            except (FedvlmError, ConnectionGone) as error:
+                now = time.monotonic()
+                lost = lost or now
+                if now - lost > LOST:
+                    raise FedvlmError(f"{error}; the same command follows the run when the server is back") from error
+                time.sleep(3 * TICK)
+
+    def submit(self, flare: Any) -> str:
+        with tempfile.TemporaryDirectory() as place:
+            write_job(Path(place) / "job", self.plan)
+            job = str(flare.submit_job(str(Path(place) / "job")))
+        console.note(f"{self.plan.name}: submitted to {self.plan.federation}; Ctrl-C leaves it running")
+        self.missing = {}
+        return job
+
+    def follow(self, flare: Any, job: str) -> Followed:
+        while True:
+            with flare_errors():
+                meta = flare.get_job_meta(job) or {}
+            state = str(meta.get("status", "")).upper()
+            if any(word in state for word in ENDED):
+                return self.fetch(flare, job, state)
+            if "RUNNING" in state:
+                error = self.news(flare, job)
+                if not error and self.someone_is_missing(flare, job):
+                    with flare_errors():
+                        flare.abort_job(job)
+            time.sleep(TICK)
+
+    def news(self, flare: Any, job: str) -> str:
+        """Mirrors what the server has recorded since the last time."""
+        try:
+            told = flare.do_app_command(job, ROUNDS, {"since": self.seen, "line": self.lines})
+        except Exception:  # the job starts or ends just now
+            return ""
+        for line in told.get("said", []):
+            console.warn(str(line))
+        self.lines += len(told.get("said", []))
+        if told.get("run"):
+            self.mirror(str(told["run"]), [cast(RoundRecord, r) for r in told.get("rounds", [])])
+        return str(told.get("error", ""))
+
+    def mirror(self, record: str, rounds: list[RoundRecord]) -> None:
+        """The server's record here, so that `fedvlm resume` knows where the run is."""
+        found = RunRecord.from_json(record)
+        if not (self.folder / "run.json").exists():
+            config = found.config | {"federation": self.kit}
+            files.write(self.folder / "run.json", replace(found, config=config, result=None).to_json())
+        for one in rounds:
+            self.run.append(one)
+            self.seen = one["round"] + 1
+            self.on_round(one)
+
+    def someone_is_missing(self, flare: Any, job: str) -> bool:
+        """Whether a site is connected that has not been in the job for a while: it came late, or was started anew."""
+        with flare_errors():
+            here = set(connected(flare))
+        rounds = self.run.rounds() if (self.folder / "run.json").exists() else []
+        absent = set(rounds[-1].get("missing", [])) if rounds else set()
+        quarantined = set(rounds[-1].get("quarantined", [])) if rounds else set()
+        now = time.monotonic()
+        waiting = (absent & here & set(self.plan.sites)) - quarantined
+        self.missing = {name: self.missing.get(name, now) for name in waiting}
+        return any(now - since > REJOIN for since in self.missing.values())
+
+    def fetch(self, flare: Any, job: str, state: str) -> Followed:
+        """The run's folder, as the server left it."""
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                flare.download_job_result(job, place)
+            except Exception as error:
+                return Followed(
+                    state, "" if "ABORT" in state else f"the result cannot be fetched ({type(error).__name__})"
+                )
+            found = sorted(Path(place).rglob(f"{FETCHED}/run.json"))
+            failed = sorted(Path(place).rglob(f"{FETCHED}/error.txt"))
+            if found:
+                copy_run(found[0].parent, self.folder, self.kit)
+            return Followed(state, failed[0].read_text() if failed else "")
+
+
+class ConnectionGone(Exception):
+    """The server did not answer a call."""
+
+
+@contextlib.contextmanager
+def flare_errors() -> Iterator[None]:
+    """NVFlare's own kinds of errors mean here that the server is away."""
+    try:
+        yield
+    except FedvlmError:
+        raise
+    except Exception as error:
+        raise ConnectionGone(f"the server does not answer ({type(error).__name__})") from error
+
+
+def running(flare: Any, name: str) -> str:
+    """The job of this run that is under way; "" where there is none."""
+    with flare_errors():
+        active = {str(j.job_id) for j in flare.get_system_info().job_info}
+        jobs = [j for j in flare.list_jobs() if j.get("job_name") == name]
+    return next((str(j["job_id"]) for j in jobs if j["job_id"] in active or j["status"] == "SUBMITTED"), "")
+
+
+def write_job(folder: Path, plan: Plan) -> None:
+    """NVFlare's three files of a job. It carries no code: classes are named, and the kits allow just these."""
+    threads = {"max_inbound_call_threads": 100, "max_outbound_call_threads": 100}
+    server = {
+        "format_version": 2,
+        "workflows": [
+            {
+                "id": "controller",
+                "path": "nvflare.collab.runtime.controller.CollabController",
+                "args": {"server_obj_id": "_server", "collab_obj_ids": [], "props": {}, **threads},
+            }
+        ],
+        "components": [{"id": "_server", "path": "fedvlm.deploy.hub.Hub", "args": {"plan": json.dumps(asdict(plan))}}],
+        "task_data_filters": [],
+        "task_result_filters": [],
+    }
+    site = {
+        "format_version": 2,
+        "executors": [
+            {
+                "tasks": ["*"],
+                "executor": {
+                    "path": "fedvlm.deploy.comeback.Executor",
+                    "args": {"client_obj_id": "_client", "collab_obj_ids": [], "props": {}, **threads},
+                },
+            }
+        ],
+        "components": [{"id": "_client", "path": "fedvlm.deploy.site.Site", "args": {}}],
+        "task_data_filters": [],
+        "task_result_filters": [],
+    }
+    meta = {"name": plan.name, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}
+    files.write(folder / "meta.json", json.dumps(meta))
+    files.write(folder / "app" / "config" / "config_fed_server.json", json.dumps(server))
+    files.write(folder / "app" / "config" / "config_fed_client.json", json.dumps(site))
+
+
+def copy_run(source: Path, target: Path, kit: str) -> None:
+    """The files of a run's folder, run.json last: it says that the others are there."""
+    files.private_folder(target)
+    for path in sorted(source.rglob("*")):
+        if path.is_file() and path.name != "run.json":
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+    record = RunRecord.from_json((source / "run.json").read_text())
+    files.write(target / "run.json", replace(record, config=record.config | {"federation": kit}).to_json(), sync=True)

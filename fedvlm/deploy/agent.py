@@ -1,0 +1,212 @@
+"""A site's part in one run: it opens the site's own data, encodes them with the site's own backbone, and answers steps.
+`python -m fedvlm.deploy.agent HOME RUN`; requests and answers are frames on its standard input and output.
+
+What leaves is checked against the site's own rules (rules.py) and written down in its ledger first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import sys
+import threading
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import fedvlm
+from fedvlm import backbones, files, ledger, trust
+from fedvlm.backbones.base import Backbone
+from fedvlm.config import Setup
+from fedvlm.core import Params, State
+from fedvlm.data.federation import own_data
+from fedvlm.data.pool import Pool, assemble, task_of
+from fedvlm.data.source import Source, open_source
+from fedvlm.deploy.plan import BEGIN, FINISH, LOOK, Agreed, Hello, Plan, Ready, code_fingerprint, packed, unpacked
+from fedvlm.deploy.rules import Rules
+from fedvlm.engines.wire import Channel, Header, pack, receive, send, unpack
+from fedvlm.engines.worker import Client, ClientRecord, end_with, write_folder
+from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.method import Method
+from fedvlm.names import file_name
+from fedvlm.records import RunRecord, build, parsed, read_text
+
+SITE, SECRET, PROGRESS = "site.json", "secret", "progress"
+
+
+@dataclass(frozen=True)
+class Home:
+    """site.json in a site's home, as `fedvlm join` writes it."""
+
+    site: str
+    federation: str
+    data: str
+    backbone: str
+    rules: str = ""
+
+    @classmethod
+    def read(cls, home: Path) -> Home:
+        try:
+            return build(cls, parsed(read_text(home / SITE)))
+        except (OSError, ValueError) as error:
+            raise FedvlmError(f"{home / SITE}: {error}; start the site with `fedvlm join`") from error
+
+
+class Agent:
+    def __init__(self, home: Path, run: str):
+        """`run`: the name of a folder below home/runs, which holds this site's part of a run."""
+        self.home, self.about = home, Home.read(home)
+        self.rules = Rules.read(self.about.rules)
+        self.folder = home / "runs" / file_name(run)
+        self.ledger = ledger.Ledger(home / ledger.SENT)
+        self.client: Client | None = None
+
+    @property
+    def place(self) -> Path:
+        """The client's folder, inside the run's."""
+        return self.folder / "clients" / file_name(self.about.site)
+
+    def answer(self, frame: bytes) -> bytes:
+        """The bytes that leave."""
+        header = Header()
+        try:
+            header, parts = unpack(frame)
+            if header.step == LOOK:
+                return self.told(header, packed(self.look(unpacked(Plan, parts))))
+            if header.step == BEGIN:
+                return self.told(header, packed(self.begin(unpacked(Agreed, parts))))
+            if header.step == FINISH:
+                return self.told(header, self.finish(header, parts))
+            self.rules.check_step(header.step)
+            if self.client is None:
+                self.client = Client(self.place)
+            done = Header(ticket=header.ticket, ledger=str(self.ledger.head))
+            done, found = self.client.step(header, parts, done)
+            answer = pack(done, found)
+            self.rules.check_answer(answer)
+            return self.client.noted(header, done, answer)
+        except (FedvlmError, BadMessage, OSError) as error:
+            return self.told(header, {}, str(error))
+        except Exception as error:  # the text may hold data: only its type leaves
+            print(f"{header.step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return self.told(header, {}, f"{type(error).__name__} (the site's log says more)")
+
+    def told(self, asked: Header, parts: dict[str, Params], error: str = "") -> bytes:
+        """An answer of the site itself, in the ledger."""
+        done = Header(ticket=asked.ticket, error=error, ledger=str(self.ledger.head))
+        frame = pack(done, parts)
+        about = ledger.content(frame)
+        line = ledger.Sent(self.folder.name, self.about.site, asked.step, asked.round, asked.exchange)
+        line = replace(line, tensors=about.tensors, bytes=about.bytes, sha256=about.sha256, refused=error)
+        self.ledger.append(line)
+        return frame
+
+    def look(self, plan: Plan) -> Hello:
+        if plan.federation != self.about.federation or self.about.site not in plan.sites:
+            raise FedvlmError(
+                f"the plan is for {plan.federation}, and this is {self.about.site} of {self.about.federation}"
+            )
+        if (plan.version, plan.code) != (fedvlm.__version__, code_fingerprint()):
+            raise FedvlmError(
+                f"fedvlm here is {fedvlm.__version__} ({code_fingerprint()}), and the run is made with {plan.version} "
+                f"({plan.code}); install the same version everywhere"
+            )
+        setup = plan.setup()
+        self.rules.check_plan(plan, setup.config, setup.merge.reveals)
+        source, setup = self.source(setup), self.own_setup(setup)
+        if source.task_type is not setup.adapter.task_type:
+            raise FedvlmError(f"the data here are {source.task_type.description}, and the run learns something else")
+        files.private_folder(self.folder)
+        files.write(self.folder / "plan.json", json.dumps(asdict(plan)), private=True)
+        mark = "none" if setup.adapter.view == "text" else self.backbone.fingerprint
+        return Hello(fedvlm.__version__, code_fingerprint(), mark, list(source.classes), source.task_type.description)
+
+    def begin(self, agreed: Agreed) -> Ready:
+        """Encodes and splits the site's own data, unless that was done for this very run before."""
+        plan = build(Plan, parsed(read_text(self.folder / "plan.json")))
+        setup = plan.setup()
+        self.rules.check_cohort(agreed)
+        own = self.own_setup(setup)
+        source = self.source(setup)
+        if odd := sorted(set(source.classes) - set(agreed.classes)):
+            raise FedvlmError(f"there are {len(odd)} classes here that the others do not have, such as {odd[0]}")
+        pool = assemble(own, self.progress)
+        if setup.adapter.view != "text":
+            task = task_of(self.backbone, agreed.classes, own.config.template, own.adapter.requires)
+            pool = replace(pool, task=task._replace(nouns=tuple(agreed.nouns)))
+        if reason := own.adapter.incompatible(pool.x.shape[1:]):
+            raise FedvlmError(f"this site's backbone does not go with adapter={plan.adapter.name}: {reason}")
+        data = replace(
+            own_data(pool, own.config, own.config.seed, agreed.classes, agreed.id), rounds=max(1, own.config.rounds)
+        )
+        method = Method.build(own.adapter, own.local, own.merge, pool.task, own.config.seed, own.metrics)
+        about = ClientRecord(
+            run=self.folder.name,
+            name=self.about.site,
+            backbone=self.about.backbone,
+            threads=own.config.threads,
+            privacy=agreed.privacy,
+            secret=self.secret(f"noise {agreed.identity}").hex(),
+            ledger=str(self.home / ledger.SENT),
+            withheld=not self.rules.counts,
+            smallest=self.rules.smallest_cohort,
+        )
+        write_folder(self.place, about, setup, pool.task, data, method.newcomer)
+        self.client = Client(self.place)
+        counts = [int(n) for n in (data.bounds[0, 1:] - data.bounds[0, :-1])]
+        told = counts if self.rules.counts else [min(1, n) for n in counts]
+        return Ready(told, self.mark(pool), sorted(pool.extras), len(pool.skipped))
+
+    def finish(self, header: Header, parts: dict[str, Params]) -> dict[str, Params]:
+        """The finished run with the shared model, so that this site can use it with its own private part."""
+        record = unpacked(RunRecord, parts)
+        config = record.config | {"data": self.about.data, "backbone": self.about.backbone}
+        files.write(self.folder / "run.json", replace(record, config=config).to_json())
+        state = {kind: parts.get(f"state-{kind}", {}) for kind in State._fields}
+        RunFolder(self.folder).save(State(**state), header.round)
+        return {}
+
+    def source(self, setup: Setup) -> Source:
+        config = setup.config
+        return open_source(self.about.data, config.group, 0, config.stride)
+
+    def own_setup(self, setup: Setup) -> Setup:
+        """The run's setup with what is this site's own."""
+        if setup.config.outsiders:
+            raise FedvlmError("outsiders= is a folder of who asks, and sites open only their own; leave it out")
+        return setup.with_(data=self.about.data, backbone=self.about.backbone, domains=0, unseen=(), partition="auto")
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        trust.remember_backbone(self.about.backbone)
+        return backbones.load(self.about.backbone)
+
+    def progress(self, done: int, total: int) -> None:
+        files.write(self.folder / PROGRESS, f"{done} {total}")
+
+    def secret(self, purpose: str) -> bytes:
+        """Random bytes that never leave this machine, different for each purpose and always the same."""
+        path = self.home / SECRET
+        if not path.exists():
+            files.write(path, secrets.token_bytes(32), private=True, sync=True)
+        return hmac.digest(path.read_bytes(), purpose.encode(), "sha256")
+
+    def mark(self, pool: Pool) -> str:
+        """Of the site's data: nobody who has the same images can recognise it."""
+        return hashlib.sha256(self.secret("mark") + pool.fingerprint.encode()).hexdigest()[:16]
+
+
+def serve(agent: Agent, requests: Channel, replies: Channel) -> None:
+    while frame := receive(requests):
+        send(replies, agent.answer(frame))
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints goes to the log, not into a message
+    serve(Agent(Path(sys.argv[1]), sys.argv[2]), os.fdopen(0, "rb", buffering=0), out)

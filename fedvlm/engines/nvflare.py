@@ -1,0 +1,39 @@
+"""Clients at sites of their own, across machines, through NVFlare: `fedvlm run … federation=KIT` (docs/deploy.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedvlm.core import Message, Params
+from fedvlm.engines.base import Job
+from fedvlm.engines.remote import Remote, Silence
+from fedvlm.errors import FedvlmError
+
+if TYPE_CHECKING:
+    from fedvlm.deploy.links import Links
+
+connected: Links | None = None  # set in the server's job process (deploy/hub.py)
+
+
+class Nvflare(Remote):
+    def __init__(self, job: Job, links: Links):
+        super().__init__(job)
+        self.links, self.tickets = links, links.tickets
+        self.place = {name: i for i, name in enumerate(self.names)}
+
+    @classmethod
+    def open(cls, job: Job) -> Nvflare:
+        if connected is None:
+            raise FedvlmError("engine=nvflare needs sites to run at: give federation=KIT (docs/deploy.md)")
+        return cls(job, connected)
+
+    def exchange(self, frames: dict[int, bytes], limits: dict[int, int]) -> dict[int, bytes | Silence]:
+        by_name = {self.names[i]: frame for i, frame in frames.items()}
+        most = {self.names[i]: limit for i, limit in limits.items()}
+        found = self.links.exchange(by_name, most, self.tickets, self.timeout, self.quorum, self.grace)
+        self.links.tickets = self.tickets
+        return {self.place[name]: answer for name, answer in found.items()}
+
+    def outputs(self, message: Message, round: int) -> Params:
+        """They stay at the sites."""
+        return {}
