@@ -33,7 +33,12 @@ KINDS = {
     "local": Kind("local", "fedvlm.local.base:Local", "fedvlm.local", ("base", "copies", "descent", "model")),
     "merge": Kind("merge", "fedvlm.merge.base:Merge", "fedvlm.merges", ("base",)),
     "metric": Kind("metrics", "fedvlm.metrics.base:Metric", "fedvlm.metrics", ("base", "detection")),
-    "engine": Kind("engines", "fedvlm.engines.base:Engine", "fedvlm.engines", ("base", "frames", "remote", "rows", "wire", "worker")),
+    "engine": Kind(
+        "engines",
+        "fedvlm.engines.base:Engine",
+        "fedvlm.engines",
+        ("base", "frames", "remote", "rows", "wire", "worker"),
+    ),
 }
 AXES = ("adapter", "local", "merge")
 

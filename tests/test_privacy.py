@@ -33,7 +33,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.method import Method
-from fedvlm.privacy import mechanism
+from fedvlm.privacy import accounting, mechanism
 from fedvlm.privacy.accounting import Account, poisson_epsilon, smallest_noise
 from fedvlm.privacy.descent import PrivateDescent
 from fedvlm.privacy.mechanism import Privacy, norms
@@ -58,6 +58,20 @@ def of_clients(**changes) -> Privacy:
 def federation_of(data, task) -> Federation:
     names = tuple(f"client {i}" for i in range(len(data)))
     return Federation(names, names, data, task)
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """Accounting in larger steps, for tests that ask for it every round."""
+
+    def forget():
+        accounting.poisson_epsilon.cache_clear()
+        accounting._loss_distribution.cache_clear()
+
+    forget()
+    monkeypatch.setattr(accounting, "STEP", 0.02)
+    yield
+    forget()
 
 
 # What is spent
@@ -112,7 +126,7 @@ def test_local_noise_has_two_epsilons():
     assert account.spent(0) == (0.0, 0.0)
 
 
-def test_every_client_is_accounted_by_its_own_rate(images):
+def test_every_client_is_accounted_by_its_own_rate(images, coarse):
     setup = small_setup(images, "fedavg", dp="example", noise=1.0, rounds=4, batch=4, epochs=2)
     pool = Pools().load(setup)
     method, federation = train.prepare(setup, pool)
@@ -315,7 +329,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_loopback_equals_serial_to_the_bit(images, tmp_path, bytes_only, mode):
+def test_loopback_equals_serial_to_the_bit(images, tmp_path, bytes_only, coarse, mode):
     keys = PRIVATE | MODES[mode]
     serial = train_small(images, tmp_path / "serial", "fedot", **keys, engine="serial")
     loopback = train_small(images, tmp_path / "loopback", "fedot", **keys, engine="loopback")
@@ -325,7 +339,7 @@ def test_loopback_equals_serial_to_the_bit(images, tmp_path, bytes_only, mode):
     assert serial.rounds()[1]["epsilon"] < spent.epsilon and "loss" not in serial.rounds()[1]
 
 
-def test_a_resumed_run_is_the_same_and_goes_on_counting(images, tmp_path):
+def test_a_resumed_run_is_the_same_and_goes_on_counting(images, tmp_path, coarse):
     keys = PRIVATE | MODES["adaptive"] | {"engine": "serial"}
     whole = train_small(images, tmp_path / "whole", "fedot", **keys)
     setup = small_setup(images, "fedot", **keys)
@@ -341,7 +355,7 @@ def test_a_resumed_run_is_the_same_and_goes_on_counting(images, tmp_path):
     assert whole.record.result.privacy == again.record.result.privacy
 
 
-def test_an_empty_cohort_releases_noise_and_is_not_void(images, tmp_path):
+def test_an_empty_cohort_releases_noise_and_is_not_void(images, tmp_path, coarse):
     keys = PRIVATE | {"participation": 0.01, "sampling": "poisson", "rounds": 5}
     run = train_small(images, tmp_path / "run", "fedavg", **keys)
     empty = [r for r in run.rounds() if r.get("asked") == 0]
@@ -350,7 +364,7 @@ def test_an_empty_cohort_releases_noise_and_is_not_void(images, tmp_path):
     assert norms({k: v[None] for k, v in state.shared.items()}) > 0.5  # the noise of five rounds
 
 
-def test_the_table_the_page_and_the_dry_run_say_what_was_spent(images, tmp_path, capsys):
+def test_the_table_the_page_and_the_dry_run_say_what_was_spent(images, tmp_path, capsys, coarse):
     from fedvlm.cli import main
 
     keys = PRIVATE | {"noise": 0.0, "epsilon": 3.0, "participation": 0.6, "sampling": "poisson"}
@@ -387,6 +401,9 @@ def test_secure_sums_get_the_same_noise(images, tmp_path):
         ({"dp": "example", "noise": 1.0, "clip_quantile": 0.5}, "clip_quantile= is for dp=client"),
         ({"dp": "client", "noise": 1.0, "noise_at": "client", "sampling": "poisson"}, "use sampling=fixed"),
         ({"dp": "client", "noise": 1.0, "clients": 1}, "dp=client hides a client among others"),
+        ({"dp": "example", "noise": 1.0, "clients": 90}, "delta= has no default"),
+        ({"dp": "client", "noise": 1.0, "gaps": True}, "give gaps=false"),
+        ({"dp": "client", "noise": 1.0, "clip_quantile": 0.5, "secure": True}, "give a fixed clip="),
     ],
     ids=str,
 )

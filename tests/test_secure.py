@@ -18,8 +18,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cryptography")
 
-from fedvlm import parts
+from fedvlm import ledger, parts
+from fedvlm.config import resolve
 from fedvlm.core import Cohort, Message, State
+from fedvlm.data.pool import Pools
+from fedvlm.engines import wire, worker
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, FedvlmError, NoQuorum, VoidRound
 from fedvlm.merge.mean import Mean
@@ -30,6 +33,7 @@ from fedvlm.secure.fixed import FINE, Plan, Summand
 from fedvlm.secure.messages import HEAD, KINDS, Parameters, pack_records, pack_sets, traffic, unpack_records
 from fedvlm.secure.server import Total, aggregate, draw
 from fedvlm.secure.settings import Secure, Summation, Summed, fingerprint
+from fedvlm.train import train
 
 LENGTH = 50
 Vectors = dict[int, np.ndarray]
@@ -761,3 +765,21 @@ def test_parameters_travel_as_they_are():
     parameters = draw([9, 2, 5], 3, 4, 0.5)
     data = parameters.pack()
     assert Parameters.unpack(data, 3) == parameters and len(data) == HEAD.size + 12
+
+
+def test_clients_in_folders_give_the_sums_of_the_serial_engine_and_no_single_update(images, tmp_path, bytes_only):
+    """Through engine=loopback: masked vectors in bytes, the same bits, and a second sum of a round is refused."""
+    runs = {}
+    for engine in ("serial", "loopback"):
+        setup = resolve("fedavg", {"data": str(images), "rounds": 2, "secure": True, "engine": engine})
+        runs[engine] = train(setup, Pools().load(setup), tmp_path / engine)
+    one, other = (run.load()[0].shared for run in runs.values())
+    assert all(torch.equal(v, other[k]) for k, v in one.items())
+    lines = list(ledger.entries(tmp_path / "loopback" / "clients" / "noto" / ledger.SENT))
+    assert [e.masked for e in lines if e.step == "secure.masked"] == [True, True]
+    assert not any(t.name.startswith("shared/") for e in lines for t in e.tensors)
+    client = worker.Client(tmp_path / "loopback" / "clients" / "noto")
+    message = runs["loopback"].load()[0].message()
+    for step, round, reason in (("train", 3, "own update"), ("secure.keys", 2, "sum of round 2 before")):
+        frame = wire.pack(wire.Header(step, round), message.parts() | {wire.SECURE: {"payload": wire.octets(b"x")}})
+        assert reason in wire.unpack(client.answer(*wire.unpack(frame)))[0].error

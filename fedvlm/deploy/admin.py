@@ -196,7 +196,7 @@ class Follower:
             failed = sorted(Path(place).rglob(f"{FETCHED}/error.txt"))
             if found:
                 copy_run(found[0].parent, self.folder, self.kit)
-            return Followed(state, failed[0].read_text() if failed else "")
+            return Followed(state, failed[0].read_text(encoding="utf-8") if failed else "")
 
 
 class ConnectionGone(Exception):
@@ -267,5 +267,5 @@ def copy_run(source: Path, target: Path, kit: str) -> None:
             place = target / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
-    record = RunRecord.from_json((source / "run.json").read_text())
+    record = RunRecord.from_json((source / "run.json").read_text(encoding="utf-8"))
     files.write(target / "run.json", replace(record, config=record.config | {"federation": kit}).to_json(), sync=True)

@@ -1,5 +1,5 @@
 """A site's part in one run: it opens the site's own data, encodes them with the site's own backbone, and answers steps.
-`python -m fedvlm.deploy.agent HOME RUN`; requests and answers are frames on its standard input and output.
+`python -m fedvlm.deploy.agent HOME RUN PARENT`; requests and answers are frames on its standard input and output.
 
 What leaves is checked against the site's own rules (rules.py) and written down in its ledger first.
 """
@@ -153,6 +153,7 @@ class Agent:
             secret=self.secret(f"noise {agreed.identity}").hex(),
             ledger=str(self.home / ledger.SENT),
             withheld=not self.rules.counts,
+            secure=own.config.secure,
             smallest=self.rules.smallest_cohort,
         )
         write_folder(self.place, about, setup, pool.task, data, method.newcomer)
@@ -206,7 +207,7 @@ def serve(agent: Agent, requests: Channel, replies: Channel) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(sys.argv[3]),), daemon=True).start()
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints goes to the log, not into a message
     serve(Agent(Path(sys.argv[1]), sys.argv[2]), os.fdopen(0, "rb", buffering=0), out)

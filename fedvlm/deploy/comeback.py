@@ -66,11 +66,11 @@ class Executor(CollabExecutor):  # type: ignore[misc]
 
     def execute(self, task_name: str, shareable: Any, fl_ctx: Any, abort_signal: Any) -> Any:
         if task_name == SETUP_TASK_NAME:
-            self.kept(fl_ctx).write_text(json.dumps({k: shareable.get(k) for k in KEYS}))
+            self.kept(fl_ctx).write_text(json.dumps({k: shareable.get(k) for k in KEYS}), encoding="utf-8")
         return super().execute(task_name, shareable, fl_ctx, abort_signal)
 
     def _handle_start_run(self, event_type: str, fl_ctx: Any) -> None:
         super()._handle_start_run(event_type, fl_ctx)
         if self.kept(fl_ctx).exists():
-            setup = Shareable(json.loads(self.kept(fl_ctx).read_text()))
+            setup = Shareable(json.loads(self.kept(fl_ctx).read_text(encoding="utf-8")))
             super().execute(SETUP_TASK_NAME, setup, fl_ctx, Signal())

@@ -106,7 +106,7 @@ class Status:
         """The records of rounds from `since` on, and lines from `line` on."""
         since, line = (int((asked or {}).get(k, 0)) for k in ("since", "line"))
         run = RunFolder(self.folder)
-        record = (self.folder / "run.json").read_text() if (self.folder / "run.json").exists() else ""
+        record = (self.folder / "run.json").read_text(encoding="utf-8") if (self.folder / "run.json").exists() else ""
         rounds = [r for r in run.rounds() if r["round"] >= since] if record else []
         return {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
 
@@ -259,7 +259,7 @@ class Play:
 
     def known(self) -> dict[str, str]:
         path = self.folder / SITES
-        return dict(json.loads(path.read_text())) if path.exists() else {}
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
     def keep(self, run: RunFolder, ready: dict[str, Ready]) -> None:
         """Marks of the sites' data, to notice a change, and what came before the run's folder was there."""

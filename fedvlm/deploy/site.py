@@ -7,11 +7,14 @@ and a late one changes nothing. Large messages come and go in parts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from nvflare.collab import collab
 from fedvlm import files
 from fedvlm.engines.frames import LIMIT, connected, receive, send
 from fedvlm.errors import BadMessage, FedvlmError
-from fedvlm.names import file_name
+from fedvlm.names import file_name, printable
 
 PART = 8 << 20  # bytes of a message that travel in one call
 LONGEST_WAIT = 20.0  # seconds that a call may wait for the agent
@@ -28,6 +31,24 @@ STARTS = 2  # of the agent for one request
 LOG = "agent.log"
 
 DONE, WORKING, UNKNOWN, LATE, DIED = "done", "working", "unknown", "late", "died"
+
+
+Method = Callable[..., Any]
+
+
+def silent(method: Method) -> Method:
+    """None in place of an error, which goes to the site's own log: NVFlare would send its text and the paths of files."""
+
+    @wraps(method)
+    def call(self: Site, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            with contextlib.suppress(OSError), (self.home / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"{method.__name__}: {type(error).__name__}: {printable(error)}\n")
+            return None
+
+    return call
 
 
 class Site:
@@ -54,6 +75,7 @@ class Site:
         return True
 
     @collab.publish  # type: ignore[untyped-decorator]
+    @silent
     def put(self, ticket: int, index: int, count: int, part: bytes) -> bool:
         """A part of a large request; `ask` with the ticket and no frame follows."""
         only_server()
@@ -66,6 +88,7 @@ class Site:
         return True
 
     @collab.publish  # type: ignore[untyped-decorator]
+    @silent
     def ask(self, run: str, ticket: int, frame: bytes, wait: float) -> dict[str, Any]:
         """The answer, if it is there within `wait` seconds; a frame is needed with a ticket's first call only."""
         only_server()
@@ -91,6 +114,7 @@ class Site:
             return {"state": DONE, "size": len(self.reply), "part": self.reply[:PART]}
 
     @collab.publish  # type: ignore[untyped-decorator]
+    @silent
     def get(self, ticket: int, index: int) -> bytes:
         """A further part of a large answer."""
         only_server()
@@ -117,7 +141,7 @@ class Site:
 
     def progress(self, run: str) -> str:
         try:
-            return (self.home / "runs" / file_name(run) / "progress").read_text()[:100]
+            return (self.home / "runs" / file_name(run) / "progress").read_text(encoding="ascii")[:100]
         except OSError:
             return ""
 
@@ -127,7 +151,7 @@ class Agent:
 
     def __init__(self, home: Path, run: str, answered: Any):
         self.answered, self.ticket, self.busy, self.ended = answered, -1, False, False
-        call = [sys.executable, "-m", "fedvlm.deploy.agent", str(home), run]
+        call = [sys.executable, "-m", "fedvlm.deploy.agent", str(home), run, str(os.getpid())]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with files.opened(home / LOG, "ab", private=True) as log:
             self.process, self.reader, self.writer = connected(call, log, env)

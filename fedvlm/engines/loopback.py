@@ -138,6 +138,7 @@ def prepare(folder: Path, job: Job, i: int) -> None:
         first=low,
         backbone=setup.config.backbone,
         threads=setup.config.threads,
+        secure=setup.config.secure,
         privacy=job.method.privacy.plain() if job.method.privacy else None,
     )
     write_folder(folder, about, setup, task, own, job.method.newcomer)
@@ -148,7 +149,7 @@ class Worker:
 
     def __init__(self, client: int, folder: Path, inbox: Inbox):
         self.limit = 0  # bytes that the next reply may have
-        call = [sys.executable, "-m", "fedvlm.engines.worker", str(folder)]
+        call = [sys.executable, "-m", "fedvlm.engines.worker", str(folder), str(os.getpid())]
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with (folder / "log.txt").open("ab") as log:
             self.process, self.reader, self.writer = connected(call, log, quiet)

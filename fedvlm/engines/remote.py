@@ -20,7 +20,7 @@ from fedvlm.engines.base import Engine, Job
 from fedvlm.engines.wire import OVERHEAD, SECURE, Header, longest_reply, octets, pack, pack_message, to_reply, unpack
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.schema import Schema
-from fedvlm.secure.settings import Summation, Summed
+from fedvlm.secure.settings import Summation, Summed, fingerprint
 from fedvlm.steps import STEPS
 
 SHARES = 256  # bytes of secure aggregation's smaller answers, for each client of the round
@@ -86,7 +86,9 @@ class Remote(Engine):
                 elif found is not None:
                     self.guard.offence(i, round, f"sent no answer to {header.step}")
 
-        parameters = server.draw([int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit)
+        parameters = server.draw(
+            [int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit, fingerprint(message)
+        )
         refuse = partial(self.guard.offence, round=round)
         total = server.aggregate(
             parameters, wanted.plan.length, wanted.plan.dtype, ask, lambda client, reason: refuse(client, reason=reason)

@@ -1,5 +1,5 @@
 """A client in a process of its own: it reads its own folder and its channel, and answers there.
-`python -m fedvlm.engines.worker FOLDER`. Its private row stays in its folder.
+`python -m fedvlm.engines.worker FOLDER PARENT` (the number of the process that asks). Its private row stays in its folder.
 
 Each process that opens the folder takes the next epoch. A process that was paused and comes back late finds a later epoch
 and writes nothing any more; one whose parent is gone ends.
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedvlm.secure.messages import Integers
 
 EPOCH = "epoch"  # file with the number of processes that have opened the folder
+OPENED = "opened"  # file with the last round whose sum this client helped to open
 LOCK_SECONDS = 60
 
 
@@ -71,7 +72,8 @@ class ClientRecord:
     secret: str = ""  # dp=: in hexadecimal, random and this client's own; "": made of the seed (a simulation)
     ledger: str = ""  # the file; "": in this folder
     withheld: bool = False  # how many examples it has is not told: it counts as one
-    smallest: int = 0  # clients that must be in a secure sum
+    secure: bool = False  # it trains only for sums of masked updates
+    smallest: int = 0  # clients that must be in such a sum
     id: int = 0
     bounds: list[int] = field(default_factory=list)
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
@@ -178,6 +180,8 @@ class Client:
             masked = kind == "masked"
             done = self.with_flags(done, "train", message) if masked else done
             return done._replace(masked=masked), {SECURE: {"payload": octets(payload)}}
+        if self.about.secure and header.step == "train":
+            raise BadMessage("was asked for its own update, and the run has secure=true")
         reply = self.reply(header.step, message, header)
         return self.with_flags(done, header.step, message), {"values": reply.values, "shared": reply.shared}
 
@@ -202,17 +206,30 @@ class Client:
         from fedvlm.secure import client
 
         if kind == "keys":
+            if (
+                header.round <= self.last_opened()
+            ):  # two sums of one round may differ by one client, and tell its update
+                raise BadMessage(f"has helped to open a sum of round {header.round} before")
             self.secure = client.Client(self.about.id, self.about.smallest)
         if self.secure is None:
             raise BadMessage("began anew in the middle of a secure round")
+        if kind == "unmask":
+            files.write(self.folder / OPENED, str(header.round).encode(), sync=True)
         return self.secure.answer(kind, payload, partial(self.contribution, message, header))
+
+    def last_opened(self) -> int:
+        path = self.folder / OPENED
+        return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
     def contribution(self, message: Message, header: Header) -> Integers:
         """This client's trained update in fixed point."""
         from fedvlm.secure.fixed import Plan
+        from fedvlm.secure.settings import fingerprint
 
         assert self.secure is not None
         agreed, merge = self.secure.parameters, self.method.merge
+        if agreed.model != fingerprint(message):
+            raise BadMessage("was sent another model than agreed")
         plan = Plan.of(merge.ranges(self.method.model, message.shared, agreed.limit), agreed.planned)
         found: Integers = plan.encode(merge.summands(self.reply("train", message, header), message.shared))[0]
         return found
@@ -274,7 +291,7 @@ def end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints goes to the log, not into a message
     serve(Path(sys.argv[1]), os.fdopen(0, "rb", buffering=0), replies)
