@@ -236,7 +236,8 @@ class Play:
         for name, answer in self.ask_raw(step, parts, seconds).items():
             try:
                 if isinstance(answer, Silence):
-                    raise BadMessage(answer.value)
+                    trouble = self.links.trouble.get(name)
+                    raise BadMessage(f"{answer} ({trouble})" if trouble else answer.value)
                 header, content = unpack(answer)
                 self.heard.append(Heard(name, step, 0, answer))
                 if header.error:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.deploy.site import DIED, DONE, LATE, PART, UNKNOWN
+from fedvlm.deploy.site import DIED, DONE, LATE, LOG, PART, UNKNOWN
 from fedvlm.engines.remote import Silence
+from fedvlm.names import printable
 
 POLL = 10.0  # seconds that a site may keep a call waiting for its agent
 ANSWER = 15.0  # seconds for a call beyond that
@@ -29,6 +30,7 @@ class Links:
         self.silent: set[str] = set()
         self.busy: dict[str, Future[bytes | Silence]] = {}
         self.progress: dict[str, str] = {}  # of sites that are encoding
+        self.trouble: dict[str, str] = {}  # why the last call to a site failed
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(max(1, len(sites)), initializer=set_context)
 
@@ -116,8 +118,11 @@ class Links:
     def call(self, name: str, seconds: float, method: str, *args: object) -> object:
         """None where the call fails: it is repeated by who needs it."""
         try:
-            return getattr(self.sites[name](timeout=seconds), method)(*args)
-        except Exception:  # NVFlare's own kinds: no connection, no answer in time, an error at the site
+            answer = getattr(self.sites[name](timeout=seconds), method)(*args)
+            self.trouble[name] = "" if answer is not None else f"an error at the site, which its {LOG} tells"
+            return answer
+        except Exception as error:  # NVFlare's own kinds: no connection, no answer in time
+            self.trouble[name] = printable(f"{type(error).__name__}: {error}", 200)
             return None
 
     def close(self) -> None:

@@ -40,9 +40,9 @@ def silent(method: Method) -> Method:
     """None in place of an error, which goes to the site's own log: NVFlare would send its text and the paths of files."""
 
     @wraps(method)
-    def call(self: Site, *args: Any) -> Any:
+    def call(self: Site, *args: Any, **keys: Any) -> Any:
         try:
-            return method(self, *args)
+            return method(self, *args, **keys)
         except Exception as error:
             with contextlib.suppress(OSError), (self.home / LOG).open("a", encoding="utf-8") as log:
                 log.write(f"{method.__name__}: {type(error).__name__}: {printable(error)}\n")

@@ -27,6 +27,10 @@ class Nvflare(Remote):
             raise FedvlmError("engine=nvflare needs sites to run at: give federation=KIT (docs/deploy.md)")
         return cls(job, connected)
 
+    def where(self, client: int) -> str:
+        trouble = self.links.trouble.get(self.names[client])
+        return f" ({trouble})" if trouble else ""
+
     def exchange(self, frames: dict[int, bytes], limits: dict[int, int]) -> dict[int, bytes | Silence]:
         by_name = {self.names[i]: frame for i, frame in frames.items()}
         most = {self.names[i]: limit for i, limit in limits.items()}
