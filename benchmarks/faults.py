@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
 DEFAULTS = {"kills": 200, "disks": 100, "messages": 100_000, "files": 1, "server": 3600, "wire": 1}
 METHODS = ("fedot", "fedavg", "ditto", "scaffold", "fedrep", "fft-gp")
 ENGINES = ("stacked", "loopback")
+PAUSE = 0.25  # seconds between the requests of each of eight clients to the encode server
 KEPT = ("state.safetensors", "outputs.safetensors", "rows.bin")
 
 
@@ -194,7 +195,8 @@ def server(seconds: int, place: Path) -> Outcome:
         address = next((w.removeprefix("http://").strip("/") for w in words if w.startswith("http://")), "")
     stream = io.BytesIO()
     Image.linear_gradient("L").convert("RGB").save(stream, "PNG")
-    good, bodies = stream.getvalue(), [corpus.encoded("PNG", (60000, 1), "1"), b"junk", b"", os.urandom(5000)]
+    good = request(stream.getvalue(), stream.getvalue())
+    bodies = [request(corpus.encoded("PNG", (60000, 1), "1")), request(b"junk"), b"junk", b"", os.urandom(5000)]
     ends: Counter[str] = Counter()
     stop, sizes = time.monotonic() + seconds, list[int]()
 
@@ -204,12 +206,13 @@ def server(seconds: int, place: Path) -> Outcome:
             body = good if draw.random() < 0.6 else draw.choice(bodies)
             try:
                 link = http.client.HTTPConnection(address, timeout=60)
-                link.request("POST", "/images", multipart(body), {"Content-Type": "multipart/form-data; boundary=cut"})
+                link.request("POST", "/", body, {"Content-Type": "application/octet-stream"})
                 status = link.getresponse().status
                 ends["answered" if status == 200 else f"refused with {status}"] += 1
                 link.close()
             except OSError as error:
                 ends[f"lost ({type(error).__name__})"] += 1
+            time.sleep(PAUSE)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -225,11 +228,15 @@ def server(seconds: int, place: Path) -> Outcome:
     words = f"memory {early / 1e6:.0f} MB after a fifth, {late / 1e6:.0f} MB at the end; "
     words += ", ".join(f"{n:,} {end}" for end, n in ends.most_common())
     lost = sum(n for end, n in ends.items() if end.startswith("lost")) + (not alive) + (late > 1.2 * early)
+    lost += not ends["answered"]  # good requests are answered
     return Outcome(sum(ends.values()), lost, words)
 
 
-def multipart(body: bytes) -> bytes:
-    return b'--cut\r\nContent-Disposition: form-data; name="images"; filename="0"\r\n\r\n' + body + b"\r\n--cut--\r\n"
+def request(*images: bytes) -> bytes:
+    import numpy as np
+    from safetensors.numpy import save
+
+    return save({str(i): np.frombuffer(image, np.uint8) for i, image in enumerate(images)})
 
 
 def wire(count: int, place: Path) -> Outcome:

@@ -107,7 +107,8 @@ class Federation:
     def run(self, method: str, out: str, rounds: int = ROUNDS, *more: str) -> subprocess.Popen[bytes]:
         words = [*self.words(method, out, rounds), f"federation={self.place / 'kits' / 'admin.zip'}", *more]
         log = (self.place / f"{out}.log").open("ab")
-        return subprocess.Popen([sys.executable, "-m", "fedvlm.cli", *words], env=self.env, stdout=log, stderr=log)
+        call = [sys.executable, "-m", "fedvlm.cli", *words]
+        return subprocess.Popen(call, env=self.env, cwd=self.place, stdout=log, stderr=log)
 
     def reference(self, method: str, engine: str, out: str, rounds: int = ROUNDS) -> None:
         self.fedvlm(*self.words(method, out, rounds), f"data={self.images}", f"engine={engine}")

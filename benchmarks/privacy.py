@@ -77,10 +77,10 @@ def chosen_clip(args: argparse.Namespace, level: str, method: str, pools: Pools)
     """A function from (ε, seeds) to a setup, with the clipping norm that is best on validation."""
     if level == "client":
         return Build(args, level, method, {"clip_quantile": 0.5})
-    tries = {c: Build(args, level, method, {"clip": c})(args.epsilons[0], (args.seeds[0],)) for c in CLIPS}
+    tries = {c: Build(args, level, method, {"clip_norm": c})(args.epsilons[0], (args.seeds[0],)) for c in CLIPS}
     runs = run_each(tries, args.jobs, pools)
     best = max(CLIPS, key=lambda c: last_rounds(runs[c])[0]["personal"]["val"] or 0.0)
-    return Build(args, level, method, {"clip": best})
+    return Build(args, level, method, {"clip_norm": best})
 
 
 class Build(NamedTuple):
@@ -103,7 +103,7 @@ def rows(runs: list[RunFolder]) -> dict[Row, list[RunRecord]]:
     for run in runs:
         record = run.record
         if record.result is not None:
-            epsilon, clip = float(str(record.config["epsilon"])), float(str(record.config["clip"]))
+            epsilon, clip = float(str(record.config["epsilon"])), float(str(record.config["clip_norm"]))
             level = run.folder.parent.name
             found.setdefault(Row(level, record.method.name, epsilon), {}).setdefault(clip, []).append(record)
     return {row: max(clips.values(), key=lambda r: (len(r), validation(r))) for row, clips in found.items()}

@@ -290,15 +290,12 @@ class Description:
         lines += [f"{axis}: {quoted(chosen[axis].name)}" for axis in ("adapter", "local", "merge")]
         lines.append("settings:")
         done: set[str] = set()
-        of_run = {row.key.name for row in self.keys if row.home == "run"}
-        twice = {row.key.name for row in self.keys if row.home != "run"} & of_run  # epsilon of the run and of a part
         for row in self.keys:
-            if row.key.name in done - twice or row.key.name in ("out", "settings"):
+            if row.key.name in done or row.key.name in ("out", "settings"):
                 continue
             done.add(row.key.name)
-            name = row.key.name if row.key.name not in twice else f"{row.home}.{row.key.name}"
             comment = "; ".join(x for x in (row.origin and f"from {row.origin}", row.key.help) if x)
-            lines.append(f"  {name}: {yaml_value(row.value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"  {row.key.name}: {yaml_value(row.value)}" + (f"  # {comment}" if comment else ""))
         return "\n".join(lines) + "\n"
 
 

@@ -130,7 +130,7 @@ COMMANDS = {
             Argument("words", {"nargs": "*", "metavar": "SITE|KIT|key=value"}),
         ),
     ),
-    "serve": Command("run a federation's server: home=", (KIT, PAIRS)),
+    "serve": Command("run a federation's server: home= backbone=", (KIT, PAIRS)),
     "join": Command("run a site of a federation: data= backbone= rules= home=", (KIT, PAIRS)),
     "ledger": Command(
         "what left a site, or what a run's server received",

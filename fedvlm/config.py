@@ -72,12 +72,22 @@ class Config(Layout):
     dropout: Share = 0.0  # rehearsal of failures: share of asked clients that do not answer
     quorum: Share = 0.5  # share of asked clients that must answer
     bound: NotNegative = 5.0  # an update longer than so many times the median of its round is cut to that; 0: never
-    dp: Literal["none", "client", "example"] = "none"  # differential privacy, of a client or of an example (docs/privacy.md)
-    epsilon: Annotated[float, Range(0, 100)] = 0.0  # dp: ε that the whole run may spend; 0: none, noise= counts
-    delta: Annotated[float, Range(0, 1, below=True)] = 0.0  # dp: δ; 0: 1/n^1.1 of n clients (of the smallest's examples)
-    noise: NotNegative = 0.0  # dp: standard deviation of the noise divided by clip=; 0: solved for epsilon=
-    clip: Positive = 1.0  # dp: norm to which a client's update (or an example's gradient) is clipped
-    clip_quantile: Annotated[float, Range(0, 1, below=True)] = 0.0  # dp=client: clip= follows this quantile; 0: fixed
+    dp: Literal["none", "client", "example"] = (
+        "none"  # differential privacy, of a client or of an example (docs/privacy.md)
+    )
+    epsilon: Annotated[float, Range(0, 100)] = (
+        0.0  # dp: ε that the whole run may spend; 0: none, noise_multiplier= counts
+    )
+    delta: Annotated[float, Range(0, 1, below=True)] = (
+        0.0  # dp: δ; 0: 1/n^1.1 of n clients (of the smallest's examples)
+    )
+    noise_multiplier: NotNegative = (
+        0.0  # dp: the noise's standard deviation divided by clip_norm=; 0: as epsilon= needs
+    )
+    clip_norm: Positive = 1.0  # dp: norm to which a client's update (or an example's gradient) is clipped
+    clip_quantile: Annotated[float, Range(0, 1, below=True)] = (
+        0.0  # dp=client: clip_norm= follows this quantile; 0: fixed
+    )
     noise_at: Literal["server", "client"] = "server"  # dp=client: who adds the noise; client: the server is not trusted
     secure: bool = False  # secure aggregation: the server sees sums of updates, never one client's (docs/secure.md)
     threshold: Annotated[float, Range(0.5, 1, above=True)] = 0.6  # secure: share of asked clients that a sum must have
@@ -208,7 +218,6 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
             if origin == COMMAND_LINE and key in (*parts.AXES, "on"):
                 continue
             homes = [h for h, known in keys.items() if _is(key, h, known)]
-            homes = [h for h in homes if h != "run"] or homes  # a part's own key comes first; run.KEY is the run's
             if not homes and origin != COMMAND_LINE and _replaced(key, plan, names, origin):
                 continue  # a setting for a part that is not in use
             where = "" if origin == COMMAND_LINE else f"{_place(plan, origin)}: "

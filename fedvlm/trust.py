@@ -138,6 +138,9 @@ def needs(setup: Setup, uses: Collection[str] = ()) -> list[Need]:
         found += backbone_needs(setup.config.backbone)
     if not uses:
         paths = {"data": setup.config.data, "outsiders": setup.config.outsiders}
+        if kit := setup.config.federation:  # the data are at its sites
+            found.append(Need("contact", f"the federation of {absolute(kit)}", ("federation", absolute(kit))))
+            paths.pop("data")
         found += [path_need(key, path) for key, path in paths.items() if path not in ("", "emoji")]
     return found
 

@@ -243,7 +243,7 @@ def test_a_plan_with_code_or_of_another_version_is_refused(federation, tmp_path)
         sites.play(replace(plan, code="0" * 16))
 
 
-@pytest.mark.parametrize("keys", [{"secure": True}, {"dp": "client", "noise": 1.0}])
+@pytest.mark.parametrize("keys", [{"secure": True}, {"dp": "client", "noise_multiplier": 1.0}])
 def test_secure_sums_and_privacy_go_across_sites(federation, keys):
     pytest.importorskip("cryptography")
     pytest.importorskip("dp_accounting")

@@ -352,6 +352,20 @@ def test_a_sites_home(kits, monkeypatch, capsys, images):
         assert home.stat().st_mode & 0o077 == 0 and (home / "site.json").stat().st_mode & 0o077 == 0
 
 
+def test_a_servers_own_backbone(kits, monkeypatch, capsys):
+    """As hub.server_backbone advises: a run may name a backbone only if the server's owner gave it."""
+    monkeypatch.chdir(kits)
+    begun = []
+    monkeypatch.setattr(start.Party, "run", lambda party, say: begun.append(party))
+    monkeypatch.setattr(start, "free_port", lambda about: None)
+    assert main(["serve", "server.zip", "home=place"]) == 0
+    assert main(["serve", "server.zip", "home=place", "backbone=mini-clip"]) == 0
+    home = {"FEDVLM_HOME": str((kits / "place").resolve())}
+    assert [p.environment for p in begun] == [home, home | {"FEDVLM_BACKBONE": "mini-clip"}]
+    assert main(["serve", "server.zip", "home=place", "backbone=nowhere"]) == 1 and len(begun) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_a_port_that_is_in_use(tmp_path, monkeypatch, capsys):
     with socket.socket() as other:
         other.bind(("localhost", 0))

@@ -32,7 +32,7 @@ CHUNK = 1 << 23  # cosines at a time: 32 MB in float32, and about six times that
 class Transported(Prompt):
     private: tuple[str, ...] = ("own",)
     mass: PositiveShare = 0.8  # γ, share of the image that is matched with prompts; 1: all of it
-    epsilon: Positive = 0.1  # ε, weight of the plan's entropy; larger spreads a patch over both prompts
+    entropy: Positive = 0.1  # ε, weight of the plan's entropy; larger spreads a patch over both prompts
     iterations: Count = 100  # largest number of iterations to compute a plan
 
     view: ClassVar[str] = "patches"
@@ -72,6 +72,6 @@ class Transported(Prompt):
         parts = []
         for part in x[:, :, 1:].split(max(1, CHUNK // cosines_per_example), 1):
             cosines = torch.einsum("knpd,kmcd->kncpm", part.to(text), text)
-            plan = unbalanced(1 - cosines, self.epsilon, self.mass, self.iterations)
+            plan = unbalanced(1 - cosines, self.entropy, self.mass, self.iterations)
             parts.append((plan * cosines).sum((-2, -1)))
         return torch.cat(parts, 1)

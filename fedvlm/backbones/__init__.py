@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Literal, cast
@@ -66,5 +67,15 @@ def load(name: str) -> Backbone:
         return PythonFunction(name.removeprefix("python:"))
     from fedvlm.backbones.hf import Clip, Vision, folder_of, read_config
 
-    folder = ASSETS / name if form == "bundled" else folder_of(name, fetch=form == "hub")
+    if form == "bundled":
+        return bundled(name)
+    folder = folder_of(name, fetch=form == "hub")
     return Clip(name, folder) if read_config(folder).get("model_type") == "clip" else Vision(name, folder)
+
+
+@cache
+def bundled(name: str) -> Backbone:
+    """A model of the package: its files do not change, so that one copy serves the whole process."""
+    from fedvlm.backbones.hf import Clip
+
+    return Clip(name, ASSETS / name)

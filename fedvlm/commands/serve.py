@@ -1,4 +1,4 @@
-"""`fedvlm serve KIT [home=FOLDER]`"""
+"""`fedvlm serve KIT [home=FOLDER] [backbone=…]`"""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fedvlm.commands.values import values
 from fedvlm.deploy import start
 from fedvlm.keys import Key
 
-KEYS = [Key("home", "str", "")]
+KEYS = [Key("home", "str", ""), Key("backbone", "str", "")]
 
 
 def main(args: argparse.Namespace) -> None:
-    start.serve(args.kit, str(values(KEYS, args.pairs)["home"]))
+    start.serve(args.kit, **{k: str(v) for k, v in values(KEYS, args.pairs).items()})

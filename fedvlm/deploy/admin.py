@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from fedvlm import console, files
+from fedvlm import console, files, trust
 from fedvlm.config import Setup
 from fedvlm.deploy.plan import Plan
 from fedvlm.deploy.status import session
@@ -47,13 +47,14 @@ class Followed(NamedTuple):
 def run(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
     """The finished run, fetched to `out` or to its usual place."""
     refuse(setup)
-    kit = str(Path(setup.config.federation).expanduser().resolve())
+    kit = trust.absolute(setup.config.federation)
+    given = out or (Path(setup.config.out) if setup.config.out else None)
     with session(kit) as (flare, about):
-        sites = sorted({*about.sites, *connected(flare)})
+        sites = sites_of(given, setup) or sorted({*about.sites, *connected(flare)})
         name = run_name(setup, about.federation, sites)
     if not sites:
         raise FedvlmError(f"no site of {about.federation} is connected; start `fedvlm join` at the sites first")
-    folder = out or (Path(setup.config.out) if setup.config.out else runs_home() / file_name(name))
+    folder = given or runs_home() / file_name(name)
     if (folder / "run.json").exists() and RunFolder(folder).done:
         return RunFolder(folder)
     plan = Plan.of(setup, about.federation, name, sites)
@@ -87,9 +88,24 @@ def refuse(setup: Setup) -> None:
             raise FedvlmError(f"{key} does not go with federation=: each site is one client, and has its own data")
 
 
+def sites_of(folder: Path | None, setup: Setup) -> list[str]:
+    """Those with which the run in this folder began: others may have come or gone since."""
+    if folder is None or not (folder / "run.json").exists():
+        return []
+    found = RunFolder(folder).record
+    if decided(Setup.from_record(found, folder)) != decided(setup):
+        raise FedvlmError(f"{folder} holds another run; choose another out=")
+    return found.clients
+
+
+def decided(setup: Setup) -> dict[str, object]:
+    """What decides the numbers of a run, beside its sites and their data; the engine is always the same."""
+    return {k: v for k, v in setup.binding().items() if k not in ("data", "engine")}
+
+
 def run_name(setup: Setup, federation: str, sites: list[str]) -> str:
-    decided = json.dumps([setup.binding(), federation, sites], sort_keys=True, default=str)
-    mark = hashlib.blake2b(decided.encode(), digest_size=4).hexdigest()
+    content = json.dumps([decided(setup), federation, sites], sort_keys=True, default=str)
+    mark = hashlib.blake2b(content.encode(), digest_size=4).hexdigest()
     unseen = "+".join(setup.config.unseen) or "all"
     return file_name(f"{setup.method.label.replace(' ', '-')}-{federation}-{unseen}-s{setup.config.seed}-{mark}")
 

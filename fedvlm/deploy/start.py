@@ -32,7 +32,8 @@ from fedvlm.deploy.settings import About
 from fedvlm.errors import FedvlmError
 from fedvlm.machine import data_home
 
-SITE_HOME, SERVER_HOME = "FEDVLM_SITE", "FEDVLM_HOME"  # variables that the processes of jobs inherit
+# variables that the processes of jobs inherit
+SITE_HOME, SERVER_HOME, SERVER_BACKBONE = "FEDVLM_SITE", "FEDVLM_HOME", "FEDVLM_BACKBONE"
 ABOUT_SITE = "site.json"  # in a site's home
 LOG, CONSOLE = "log.txt", "console.txt"  # NVFlare's log, and what it prints beside it (the reason why it cannot start)
 STARTS, WITHIN = 5, 300.0  # so many starts in so many seconds, and it is given up
@@ -55,14 +56,15 @@ TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
 }
 
 
-def serve(kit: str, home: str = "") -> None:
-    """Runs a federation's server until it is stopped."""
+def serve(kit: str, home: str = "", backbone: str = "") -> None:
+    """Runs a federation's server until it is stopped. `backbone`: the server's own copy; without, the one of each run."""
     folder, about = open_kit(kit, "server")
     place = home_of(about, home)
+    given = {SERVER_HOME: str(place)} | ({SERVER_BACKBONE: own_backbone(backbone)} if backbone else {})
     files.private_folder(place / "runs")
     free_port(about)
     console.line(f"server of {about.federation}: runs go to {place / 'runs'}, NVFlare's log to {folder / LOG}")
-    Party(folder, about, {SERVER_HOME: str(place)}).run(console.line)
+    Party(folder, about, given).run(console.line)
 
 
 def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") -> None:
@@ -78,21 +80,28 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") ->
 
 def checked(about: About, data: str, backbone: str, rules: str) -> dict[str, str]:
     """The content of site.json, with absolute paths."""
-    from fedvlm import backbones, trust
     from fedvlm.data.source import open_source
     from fedvlm.deploy.rules import Rules
 
     own = str(Path(rules).expanduser().resolve()) if rules else ""
     Rules.read(own)
     source = open_source(data)
-    trust.remember_backbone(backbone)
-    backbones.load(backbone)
+    backbone = own_backbone(backbone)
     console.line(f"data={data}: {len(source.items):,} examples of {len(source.classes)} classes")
     path = data if data == "emoji" else str(Path(data).expanduser().resolve())
-    if backbones.form_of(backbone) in ("folder", "onnx"):
-        prefix = "onnx:" if backbone.startswith("onnx:") else ""
-        backbone = prefix + str(Path(backbone.removeprefix(prefix)).expanduser().resolve())
     return {"site": about.name, "federation": about.federation, "data": path, "backbone": backbone, "rules": own}
+
+
+def own_backbone(name: str) -> str:
+    """A backbone that this party gave itself, and that can be loaded; of one in files, with its absolute path."""
+    from fedvlm import backbones, trust
+
+    trust.remember_backbone(name)
+    backbones.load(name)
+    if backbones.form_of(name) in ("folder", "onnx"):
+        prefix = "onnx:" if name.startswith("onnx:") else ""
+        return prefix + str(Path(name.removeprefix(prefix)).expanduser().resolve())
+    return name
 
 
 def home_of(about: About, given: str) -> Path:
@@ -217,7 +226,8 @@ class Party:
                 end(self.processes(), GRACE)
 
     def processes(self) -> list[Any]:
-        return processes_of(str(self.folder), *self.environment.values())
+        homes = [self.environment[k] for k in (SITE_HOME, SERVER_HOME) if k in self.environment]
+        return processes_of(str(self.folder), *homes)
 
 
 def processes_of(*places: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Clients at sites of their own, across machines, through NVFlare: `fedvlm run … federation=KIT` (docs/deploy.md)."""
+"""Clients at sites of their own, across machines, through NVFlare: `fedvlm run … federation=KIT` (docs/federation.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Nvflare(Remote):
     @classmethod
     def open(cls, job: Job) -> Nvflare:
         if connected is None:
-            raise FedvlmError("engine=nvflare needs sites to run at: give federation=KIT (docs/deploy.md)")
+            raise FedvlmError("engine=nvflare needs sites to run at: give federation=KIT (docs/federation.md)")
         return cls(job, connected)
 
     def where(self, client: int) -> str:

@@ -47,8 +47,8 @@ def planned(setup: Setup, federation: Federation, secret: bytes | None = None) -
         raise FedvlmError(f"dp=client hides a client among others, and {len(able)} can train here; use dp=example")
     privacy = Privacy(
         config.dp,
-        config.noise,
-        config.clip,
+        config.noise_multiplier,
+        config.clip_norm,
         config.participation * len(able) if config.sampling == "poisson" else cohort_size(config, len(able)),
         config.clip_quantile,
         config.noise_at,
@@ -67,22 +67,23 @@ def spends(account: Account, noise: float, rounds: int) -> float:
 
 
 def check_keys(config: Config) -> None:
-    own = {"epsilon": config.epsilon, "delta": config.delta, "noise": config.noise}
+    own = {"epsilon": config.epsilon, "delta": config.delta, "noise_multiplier": config.noise_multiplier}
     own |= {"clip_quantile": config.clip_quantile, "noise_at": config.noise_at == "client"}
     given = [k for k, v in own.items() if v]
     if config.dp == "none":
         if given:
             raise FedvlmError(f"{given[0]}= has no effect without dp=; add dp=client or dp=example, or leave it out")
         return
-    if bool(config.epsilon) == bool(config.noise):
+    if bool(config.epsilon) == bool(config.noise_multiplier):
         raise FedvlmError(
-            f"dp={config.dp}: give either epsilon= (a target) or noise= (the noise multiplier); where the method's own "
-            "parts have a key of that name, write run.epsilon= or run.noise="
+            f"dp={config.dp}: give either epsilon=, a target, or noise_multiplier=, such as 1 for noise of clip_norm="
         )
     if config.clip_quantile and (config.dp == "example" or config.noise_at == "client"):
-        raise FedvlmError("clip_quantile= is for dp=client with noise_at=server; give a fixed clip= instead")
+        raise FedvlmError("clip_quantile= is for dp=client with noise_at=server; give a fixed clip_norm= instead")
     if config.clip_quantile and config.secure:
-        raise FedvlmError("clip_quantile= needs the clipped share, which secure=true does not sum; give a fixed clip=")
+        raise FedvlmError(
+            "clip_quantile= needs the clipped share, which secure=true does not sum; give a fixed clip_norm="
+        )
     if config.dp == "client" and config.noise_at == "client" and config.sampling == "poisson":
         raise FedvlmError(
             "noise_at=client sampling=poisson: with few clients in a cohort there is little noise in its sum; use "

@@ -88,7 +88,7 @@ def test_a_key_out_of_range_is_refused_with_its_range(word, says):
         ("perfedavg", "steps=0"), ("perfedavg", "inner=-1"), ("fedprox", "mu=-1"), ("ditto", "strength=-1"),
         ("fedrep", "private_epochs=-1"), ("fft-gp", "every=0"), ("ga", "step=-1"), ("afl", "weight_lr=-1"),
         ("q-ffl", "step_size=0"), ("q-ffl", "q=-1"), ("fedot", "blocks=0"), ("promptfl", "context=0"),
-        ("promptfolio", "share=2"), ("fedotp", "mass=1.5"), ("fedotp", "epsilon=0"), ("fedlocoop", "rank=-1"),
+        ("promptfolio", "share=2"), ("fedotp", "mass=1.5"), ("fedotp", "entropy=0"), ("fedlocoop", "rank=-1"),
         ("fedgallop", "drop=2"), ("fedlapt", "count=0"), ("fedlora", "rank=0"), ("vpt", "tokens=0"),
         ("fedmaple", "depth=0"), ("pfedmma", "size=0"), ("pfeddc", "tokens=0"), ("fedpgp", "bottleneck=0"),
         ("focoop", "fusion=1.5"), ("focoop", "temperature=0"), ("focoop", "retain=2"), ("feddtl", "actions=0"),
