@@ -17,7 +17,7 @@ parties=(server office north south west)
 host=fedvlm.walk.test
 tag=fvwalk$$
 bridge=fvw$$
-rounds=${ROUNDS:-40}
+rounds=${ROUNDS:-150}
 failed=0
 
 # ---- a network with one namespace for each party ----
@@ -135,23 +135,24 @@ for key, parts in streams.items():
     total += sum(map(len, parts.values()))
     odd += [f"{w!r} is readable" for w in words if w in bytes(whole)]
     place, records = 0, 0
-    while first is not None and place + 5 <= len(whole):
+    while not gap and place + 5 <= len(whole):
         kind, version, length = whole[place], whole[place + 1 : place + 3], struct.unpack_from(">H", whole, place + 3)[0]
         if kind not in (20, 21, 22, 23) or version[0] != 3 or length > 16640:
             odd.append(f"{key}: no TLS record at byte {place}")
             break
-        if records == 0 and place + 5 + length <= len(whole):
-            hello = bytes(whole[place + 5 : place + 5 + length])
-            kinds["TLS 1.3" if hello[0] == 2 and b"\x00\x2b\x00\x02\x03\x04" in hello else "client hello" if hello[0] == 1 else "TLS 1.2"] += 1
+        if records == 0 and kind == 22 and whole[place + 5] == 2:  # the server's hello; version 1.3 is an extension of it
+            kinds["TLS 1.3" if b"\x00\x2b\x00\x02\x03\x04" in whole[: length + 5] else "TLS 1.2"] += 1
         place, records = place + 5 + length, records + 1
     partial += gap
-print(f"{packets} packets, {total:,} bytes in {len(streams)} streams ({partial} begun before the capture or with a gap)")
-print(f"streams by first record: {dict(kinds)}; other ports than 8002: {dict(ports) or 'none'}; words sought: {len(words)}")
+print(f"{packets} packets, {total:,} bytes in {len(streams)} streams, one for each direction")
+odd += [f"{partial} streams have gaps"] if partial else []
+print(f"connections: {dict(kinds)}; other ports than 8002: {dict(ports) or 'none'}; words sought: {len(words)}")
 print("\n".join(odd[:10]) or "all of it is TLS; none of the words is readable")
 sys.exit(bool(odd))
 PY
 }
-played() { [ "$(wc -l <"$1/rounds.jsonl" 2>/dev/null || echo 0)" -gt "$2" ]; }
+rows() { wc -l 2>/dev/null <"$1/rounds.jsonl" || echo 0; }
+played() { [ "$(rows "$1")" -gt "$2" ]; }
 
 title "fedvlm, as installed on each machine, and the hospitals' images"
 mkdir -p "$place/code" "$place/bin"
@@ -173,9 +174,10 @@ for site, style in zip(("north", "south", "west"), styles):
             path = place / site / "images" / label / Path(name).name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(box.read(name))
-            other = place / "reference" / site / label / Path(name).name
-            other.parent.mkdir(parents=True, exist_ok=True)
-            other.write_bytes(box.read(name))
+            if site != "west":  # comes later
+                other = place / "reference" / site / label / path.name
+                other.parent.mkdir(parents=True, exist_ok=True)
+                other.write_bytes(box.read(name))
 PY
 lay || exit 1
 for who in "${parties[@]}"; do echo "$who: $(ip -n "$tag-$who" -br addr show eth0 | tr -s ' ')"; done
@@ -188,8 +190,15 @@ at office "ls -ln walk"
 title "2. Each kit goes to its party"
 for who in server north south; do install -m 600 "$place/office/walk/$who.zip" "$place/$who/$who.zip"; done
 
-title "3. The server"
+title "3. The server (from here to step 8 its traffic is captured)"
+tcpdump=$(command -v tcpdump || true)
+if [ -n "$tcpdump" ]; then
+    ip netns exec "$tag-server" "$tcpdump" -i eth0 -U -w "$place/wire.pcap" -Z root tcp >/dev/null 2>&1 &
+    capture=$!
+    sleep 1
+fi
 background server serve.txt "fedvlm serve server.zip"
+serves=$last
 until_true 120 "grep -q listening '$place/server/serve.txt'"
 saw server serve.txt
 
@@ -206,17 +215,10 @@ for who in north south; do until_true 180 "grep -q 'has joined' '$place/$who/joi
 echo "the server sees:" && saw server serve.txt
 at office "fedvlm federation status walk/admin.zip"
 
-title "5. A run, undisturbed, with the traffic captured"
-tcpdump=$(command -v tcpdump || true)
-if [ -n "$tcpdump" ]; then
-    ip netns exec "$tag-server" "$tcpdump" -i eth0 -U -w "$place/wire.pcap" -Z root tcp >/dev/null 2>&1 &
-    capture=$!
-    sleep 1
-fi
+title "5. A run, undisturbed"
 began=$SECONDS
 LINES_SHOWN=30 at office "fedvlm run fedot rounds=$rounds federation=walk/admin.zip out=runs/undisturbed" || fails "the undisturbed run"
 echo "took $((SECONDS - began)) s"
-[ -n "$tcpdump" ] && kill -INT "$capture" && wait "$capture"
 
 title "6. The same run in one process, on all images"
 as office "fedvlm run fedot rounds=$rounds data=$place/reference engine=serial out=runs/serial" >"$place/office/serial.txt" 2>&1 || { fails "the serial run"; saw office serial.txt; }
@@ -244,6 +246,7 @@ at north "fedvlm ledger --compare from-office" || fails "north's ledger and the 
 
 title "9. What is on the wire"
 if [ -n "$tcpdump" ]; then
+    kill -INT "$capture" && wait "$capture"
     wire "$place/wire.pcap" "$place/north/images" "$run" || fails "the wire"
 else
     echo "tcpdump is not installed: no capture"
@@ -256,10 +259,10 @@ background office cut.txt "fedvlm run fedot rounds=$rounds federation=walk/admin
 follows=$last
 until_true 300 "played '$place/office/runs/cut' $((rounds / 4))"
 ip -n "$tag-south" link set eth0 down
-echo "south's network is down after $(wc -l <"$place/office/runs/cut/rounds.jsonl") records"
+echo "south's network is down after $(rows "$place/office/runs/cut") records"
 sleep 20
 ip -n "$tag-south" link set eth0 up
-echo "south's network is up after $(wc -l <"$place/office/runs/cut/rounds.jsonl") records"
+echo "south's network is up after $(rows "$place/office/runs/cut") records"
 wait "$follows" || fails "the run with a cut"
 saw office cut.txt 20
 cut=$(hash_of "$place/office/runs/cut")
@@ -267,14 +270,26 @@ echo "shared tensors, SHA-256: with a cut $cut"
 [ "$one" = "$cut" ] && [ "$one" = "$other" ] && echo "the same bits three times" || fails "other bits"
 grep -o '"\(missing\|late\)": \[[^]]\+\]' "$place/office/runs/cut/rounds.jsonl" | sort | uniq -c
 
-title "11. Ctrl-C at the office, and resume"
-background office stop.txt "fedvlm run fedot rounds=$rounds seed=7 federation=walk/admin.zip out=runs/left"
+title "11. Ctrl-C at the office; the server is ended and started again; resume"
+long=$((rounds * 4))
+background office stop.txt "fedvlm run fedot rounds=$long seed=7 federation=walk/admin.zip out=runs/left"
 until_true 300 "played '$place/office/runs/left' 3"
 kill -INT "$last"
-wait "$last"; echo "exit code $?"
+wait "$last"
+echo "exit code $?"
 saw office stop.txt 6
 at office "fedvlm federation status walk/admin.zip"
+kill -TERM "$serves" && wait "$serves"
+saw server serve.txt 1
+echo "the server has played $(($(rows "$place"/server/$home/server/runs/*-s7-*) - 1)) of $long rounds"
+background server serve.txt "fedvlm serve server.zip"
+serves=$last
 at office "fedvlm resume runs/left" || fails resume
+as office "fedvlm run fedot rounds=$long seed=7 data=$place/reference engine=serial out=runs/serial-left" >"$place/office/serial.txt" 2>&1
+one=$(hash_of "$place/office/runs/left") other=$(hash_of "$place/office/runs/serial-left")
+echo "shared tensors, SHA-256: resumed $one"
+echo "                     one process $other"
+[ "$one" = "$other" ] && echo "the same bits" || fails "other bits after resume"
 
 title "12. A further hospital, which is scored and not trained on"
 at office "fedvlm federation add west in=walk" || fails add
@@ -285,13 +300,18 @@ until_true 180 "grep -q 'has joined' '$place/west/join.txt'" && saw west join.tx
 at office "fedvlm run fedot rounds=5 unseen=west federation=walk/admin.zip out=runs/unseen" || fails "the run with an unseen site"
 at west "fedvlm ledger" | cut -c 1-160
 
-title "13. What is refused"
+title "13. Secure aggregation, and what is refused"
 at office "fedvlm run fedavg secure=true rounds=3 federation=walk/admin.zip out=runs/secure"
-at office "fedvlm run promptfl rounds=1 federation=walk/admin.zip out=runs/refused"
+at office "fedvlm run fedprox rounds=3 federation=walk/admin.zip out=runs/refused"
 at north "fedvlm join server.zip data=images"
 at north "fedvlm join north.zip data=images"
 
 title "14. The end"
 for who in north south west; do kill -TERM "${joined[$who]}" && wait "${joined[$who]}"; saw $who join.txt 1; done
+at office "timeout 60 fedvlm run fedavg rounds=3 federation=walk/admin.zip out=runs/nobody"
+echo "exit code $?"
+kill -TERM "$serves" && wait "$serves"
+saw server serve.txt 1
+at office "fedvlm federation status walk/admin.zip"
 du -sh "$place"/{server,office,north,south}/ | sed "s|$place||"
 exit $failed

@@ -22,19 +22,21 @@ from fedvlm.data.pool import Pools
 from fedvlm.deploy import agent, hub, site
 from fedvlm.deploy.admin import run_name
 from fedvlm.deploy.links import Links
-from fedvlm.deploy.plan import Plan
+from fedvlm.deploy.plan import Agreed, Plan, packed
 from fedvlm.engines.rows import Rows
+from fedvlm.engines.wire import Header, octets, pack, unpack
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.train import train
 
+CLASSES = ("bird", "clock", "fruit", "hand", "train")
 STYLES = ("noto", "openmoji", "twemoji")
 
 
 class InProcess:
     """The site's agent in this process: starting Python for each would take seconds."""
 
-    def __init__(self, home, run, answered):
+    def __init__(self, home, run, begins, answered):
         self.home, self.run, self.answered = home, run, answered
         self.busy = self.ended = False
         self.agent = agent.Agent(home, run)
@@ -259,3 +261,141 @@ def test_secure_sums_and_privacy_go_across_sites(federation, keys):
     else:  # noise comes from secrets of the machines: no two runs are the same
         assert run.rounds()[-1]["epsilon"] > 0
         assert [e.clipped for e in sent if e.step == "train"] == [1.0, 1.0]
+
+
+# Sites that lie: whatever one of them sends, the run finishes without it
+
+
+def lying(monkeypatch, step: str, lie) -> None:
+    """twemoji's agent answers this step with `lie(frame)` in place of the honest frame."""
+    honest = agent.Agent.answer
+
+    def answer(self, frame):
+        found = honest(self, frame)
+        return lie(found) if self.about.site == "twemoji" and unpack(frame)[0].step == step else found
+
+    monkeypatch.setattr(agent.Agent, "answer", answer)
+
+
+def with_header(frame: bytes, **words) -> bytes:
+    header, parts = unpack(frame)
+    return pack(header._replace(**words), parts)
+
+
+def with_record(frame: bytes, **entries) -> bytes:
+    header, parts = unpack(frame)
+    record = json.loads(parts["json"]["text"].numpy().tobytes()) | entries
+    return pack(header, {"json": {"text": octets(json.dumps(record).encode())}})
+
+
+@pytest.mark.parametrize(
+    "words", [{"clipped": float("nan")}, {"noised": float("inf")}, {"ticket": 1}], ids=["nan", "inf", "ticket"]
+)
+def test_words_that_no_site_says_are_an_offence(federation, monkeypatch, words):
+    lying(monkeypatch, "train", lambda frame: with_header(frame, **words))
+    sites = federation()
+    run = sites.play(sites.plan("fedavg"))
+    assert [list(r.get("offences", {})) for r in run.rounds()] == [[], ["twemoji"], ["twemoji"]]
+
+
+def test_junk_at_the_end_does_not_end_the_run(federation, monkeypatch):
+    lying(monkeypatch, "finish", lambda frame: b"\x02" * 500)
+    sites = federation()
+    assert sites.play(sites.plan("fedavg")).done
+
+
+def test_extra_examples_that_one_site_alone_names_change_nothing_for_the_others(federation, monkeypatch):
+    lying(monkeypatch, "begin", lambda frame: with_record(frame, extras=["corrupted", "\x1b[2J"]))
+    sites = federation()
+    assert not any("offences" in r or "missing" in r for r in sites.play(sites.plan("fedavg")).rounds())
+
+
+def test_a_mark_that_is_none_is_refused(federation, monkeypatch):
+    lying(monkeypatch, "begin", lambda frame: with_record(frame, mark="m" * 1_000_000))
+    sites = federation()
+    run = sites.play(sites.plan("fedavg"))
+    assert run.rounds()[-1]["missing"] == ["twemoji"]
+    assert (run.folder / "sites.json").stat().st_size < 1000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"size": -5, "part": b"abc"},
+        {"size": 1, "part": b"abc"},
+        {"size": 60_000, "part": b"abc"},
+        {"size": 1 << 62, "part": b"abc"},
+        {"size": 3, "part": "abc"},
+        {},
+    ],
+    ids=["negative", "small", "large", "huge", "text", "empty"],
+)
+def test_a_site_whose_relay_returns_nonsense_has_sent_something_unreadable(answer):
+    class Relay:
+        def __call__(self, timeout):
+            return self
+
+        def ask(self, *args):
+            return {"state": site.DONE, **answer}
+
+    links = Links("run", {"north": Relay()})
+    assert links.exchange({"north": b"frame"}, {"north": 100_000}, 1, 5.0, 1.0, 5.0) == {"north": b""}
+    links.close()
+
+
+class Slow(InProcess):
+    """Answers with the bytes of the request, after they have come in parts."""
+
+    def __init__(self, home, run, begins, answered):
+        self.answered, self.busy, self.ended = answered, False, False
+
+    def post(self, ticket, frame):
+        self.answered(self, ticket, bytes(frame))
+
+
+def test_large_messages_go_in_parts_and_lost_ones_are_repeated(monkeypatch, tmp_path):
+    monkeypatch.setattr(site, "only_server", lambda: None)
+    monkeypatch.setattr(site, "Agent", Slow)
+    for module in (site, "fedvlm.deploy.links"):
+        monkeypatch.setattr(module, "PART", 1000) if module is site else monkeypatch.setattr(f"{module}.PART", 1000)
+    monkeypatch.setattr("fedvlm.deploy.links.PAUSE", 0.01)
+    one = site.Site()
+    one.home = tmp_path
+    frame = bytes(range(256)) * 20
+    links = Links("run", {"north": Proxy(one, broken=(2, 9, 11))})  # a put, an ask and a get are lost
+    assert links.exchange({"north": frame}, {"north": 10_000}, 1, 5.0, 1.0, 5.0) == {"north": frame}
+    links.close()
+
+
+def test_no_path_is_in_an_error_that_leaves(federation):
+    sites = federation()
+    shutil.rmtree(sites.place / "data" / "twemoji")
+    run = sites.play(sites.plan("fedavg"))
+    assert run.rounds()[-1]["missing"] == ["twemoji"]
+    assert "twemoji does not take part" in sites.status.said[0]
+    sent = (run.folder / ledger.RECEIVED).read_text() + "".join(sites.status.said)
+    assert str(sites.place) not in sent and "data/twemoji" not in sent
+
+
+def test_progress_does_not_tell_counts_that_are_withheld(federation):
+    sites = federation(rules={"twemoji": "counts: false\n"})
+    plan = sites.plan("fedavg")
+    told = agent.Agent(sites.place / "twemoji", plan.name)
+    told.folder.mkdir(parents=True)
+    told.progress(3, 60)
+    assert (told.folder / "progress").read_text() == "5 100"
+
+
+def test_a_site_that_asks_for_privacy_does_not_train_without_it(federation, monkeypatch):
+    """A server that leaves the noise out of what it tells the site."""
+    pytest.importorskip("dp_accounting")
+    sites = federation(rules={"twemoji": "epsilon: 50\n"})
+    plan = sites.plan("fedavg", unseen=[], dp="client", epsilon=20.0)
+    one = agent.Agent(sites.place / "twemoji", plan.name)
+    hello = unpack(one.answer(pack(Header("look", 0, 0, 1), packed(plan))))[0]
+    assert not hello.error
+    agreed = Agreed(2, list(CLASSES), [], 64, 1.0, 3, "run")
+    begun = unpack(one.answer(pack(Header("begin", 0, 0, 2), packed(agreed))))[0]
+    assert not begun.error
+    refused = unpack(one.answer(pack(Header("train", 1, 1, 3), {})))[0]
+    assert "differential privacy" in refused.error

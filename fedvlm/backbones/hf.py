@@ -174,14 +174,15 @@ class HuggingFaceModel(Generic[Model]):
         import transformers
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         kind: type[Model] = getattr(transformers, self.kind)
         with loading(self.folder):
-            model = kind.from_pretrained(
+            model: Model = kind.from_pretrained(
                 self.folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
         model.train(False)
-        return model.requires_grad_(False)
+        model.requires_grad_(False)
+        return model
 
     @cached_property
     def device(self) -> torch.device:
@@ -350,7 +351,7 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
         from transformers import AutoImageProcessor
 
         with loading(self.folder):
-            found = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            found = AutoImageProcessor.from_pretrained(
                 self.folder, backend="pil", trust_remote_code=False
             )
         return cast(Processor, found)

@@ -28,7 +28,8 @@ from fedvlm.names import file_name
 from fedvlm.records import RoundRecord, RunRecord
 
 TICK = 1.0  # seconds between two looks at a job
-ROUNDS, FETCHED = "fedvlm.rounds", "fedvlm"  # as in deploy/hub.py, which needs torch
+# as in deploy/hub.py, which needs torch
+ROUNDS, FETCHED, LEFT_OUT = "fedvlm.rounds", "fedvlm", "does not take part"
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before it is submitted anew
 JOBS = 20  # for one run, at most
 LOST = 600.0  # seconds that the server may be away
@@ -117,8 +118,11 @@ def connected(flare: Any) -> list[str]:
 class Follower:
     def __init__(self, kit: str, plan: Plan, folder: Path, on_round: OnRound):
         self.kit, self.plan, self.folder, self.on_round = kit, plan, folder, on_round
-        self.seen, self.lines = 0, 0  # rounds and lines that were told
+        self.seen, self.lines = 0, 0  # rounds and lines of a job that were told
+        self.told: set[str] = set()
         self.missing: dict[str, float] = {}  # connected sites that are not in the job, and since when
+        self.silent: set[str] = set()  # sites that did not answer the server's last call
+        self.left_out: set[str] = set()  # sites that do not take part, for a reason
 
     @property
     def run(self) -> RunFolder:
@@ -146,7 +150,7 @@ class Follower:
             write_job(Path(place) / "job", self.plan)
             job = str(flare.submit_job(str(Path(place) / "job")))
         console.note(f"{self.plan.name}: submitted to {self.plan.federation}; Ctrl-C leaves it running")
-        self.missing = {}
+        self.missing, self.lines = {}, 0
         return job
 
     def follow(self, flare: Any, job: str) -> Followed:
@@ -169,12 +173,18 @@ class Follower:
             told = flare.do_app_command(job, ROUNDS, {"since": self.seen, "line": self.lines})
         except Exception:  # the job starts or ends just now
             return ""
-        for line in told.get("said", []):
-            console.warn(str(line))
+        self.silent, self.left_out = set(told.get("silent", [])), set(told.get("left_out", []))
+        self.tell([str(line) for line in told.get("said", [])])
         self.lines += len(told.get("said", []))
         if told.get("run"):
             self.mirror(str(told["run"]), [cast(RoundRecord, r) for r in told.get("rounds", [])])
         return str(told.get("error", ""))
+
+    def tell(self, lines: list[str]) -> None:
+        for line in lines:
+            if line not in self.told:
+                console.warn(line)
+        self.told |= {*lines}
 
     def mirror(self, record: str, rounds: list[RoundRecord]) -> None:
         """The server's record here, so that `fedvlm resume` knows where the run is."""
@@ -195,7 +205,7 @@ class Follower:
         absent = set(rounds[-1].get("missing", [])) if rounds else set()
         quarantined = set(rounds[-1].get("quarantined", [])) if rounds else set()
         now = time.monotonic()
-        waiting = (absent & here & set(self.plan.sites)) - quarantined
+        waiting = ((absent | self.silent) & here & set(self.plan.sites)) - quarantined - self.left_out
         self.missing = {name: self.missing.get(name, now) for name in waiting}
         return any(now - since > REJOIN for since in self.missing.values())
 
@@ -212,7 +222,14 @@ class Follower:
             failed = sorted(Path(place).rglob(f"{FETCHED}/error.txt"))
             if found:
                 copy_run(found[0].parent, self.folder, self.kit)
+                self.tell(left_out(self.folder / "log.txt"))  # a short run is over before anybody asks for news
             return Followed(state, failed[0].read_text(encoding="utf-8") if failed else "")
+
+
+def left_out(log: Path) -> list[str]:
+    """Who did not take part, and why, without the time."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return [line.split(" ", 2)[2] for line in lines if f" {LEFT_OUT}: " in line]
 
 
 class ConnectionGone(Exception):

@@ -45,6 +45,7 @@ from fedvlm.train import built, train_on
 HOME = "FEDVLM_HOME"  # the server's, set by `fedvlm serve`
 BACKBONE = "FEDVLM_BACKBONE"  # its own copy of the backbone, if given there
 SITES = "sites.json"  # in a run's folder: what each site said when it began
+LEFT_OUT = "does not take part"  # as in deploy/admin.py
 MOST = 1 << 24  # bytes of an answer to look or begin
 ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
 ROUNDS = "fedvlm.rounds"  # a question of who started the run: the records since then
@@ -98,6 +99,8 @@ class Status:
 
     def __init__(self, folder: Path):
         self.folder, self.error, self.said = folder, "", list[str]()
+        self.left_out: set[str] = set()
+        self.links: Links | None = None
 
     def say(self, text: str) -> None:
         self.said.append(printable(text))
@@ -108,12 +111,15 @@ class Status:
         run = RunFolder(self.folder)
         record = (self.folder / "run.json").read_text(encoding="utf-8") if (self.folder / "run.json").exists() else ""
         rounds = [r for r in run.rounds() if r["round"] >= since] if record else []
-        return {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
+        silent = [name for name, why in self.links.trouble.items() if why] if self.links else []
+        found = {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
+        return found | {"left_out": sorted(self.left_out), "silent": sorted(silent)}
 
 
 class Play:
     def __init__(self, plan: Plan, links: Links, folder: Path, status: Status):
         self.plan, self.links, self.folder, self.status = plan, links, folder, status
+        status.links = links
         self.setup = plan.setup()
         self.heard: list[Heard] = []
 
@@ -254,8 +260,10 @@ class Play:
         return self.links.exchange(frames, dict.fromkeys(frames, MOST), ticket, seconds, 1.0, seconds)
 
     def leave_out(self, name: str, reason: str) -> None:
-        text = f"{name} does not take part: {printable(reason, 300)}"
+        text = f"{name} {LEFT_OUT}: {printable(reason, 300)}"
         self.status.say(text)
+        self.status.left_out.add(name)
+        files.private_folder(self.folder)  # the run itself may not have begun
         RunFolder(self.folder).log(text)
 
     def known(self) -> dict[str, str]:

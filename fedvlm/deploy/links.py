@@ -18,6 +18,8 @@ POLL = 10.0  # seconds that a site may keep a call waiting for its agent
 ANSWER = 15.0  # seconds for a call beyond that
 PING = 3.0  # seconds for a site that was silent before
 PAUSE = 1.0  # seconds before a lost call is repeated
+BREATH = 0.05  # seconds before a site is asked again that has no answer yet
+AT_ONCE = 3  # parts of a large message that are under way to or from one site
 
 Call = Callable[..., Any]
 
@@ -81,11 +83,15 @@ class Links:
                 continue
             state = answer.get("state")
             delivered = state != UNKNOWN
-            self.progress[name] = str(answer.get("progress", ""))
+            self.progress[name] = str(answer.get("progress", ""))[:100]
             if state == DONE:
-                return self.fetched(name, answer, limit, ticket)
+                whole = self.fetched(name, answer, limit, ticket)
+                if whole is not None:
+                    return whole
+                time.sleep(PAUSE)
             if state in (DIED, LATE):
                 return Silence.DIED if state == DIED else Silence.LATE
+            time.sleep(BREATH)
         return Silence.LATE
 
     def deliver(self, name: str, frame: bytes, ticket: int) -> bool:
@@ -93,27 +99,42 @@ class Links:
         count = -(-len(frame) // PART)
         if count <= 1:
             return True
-        view = memoryview(frame)
-        return all(
-            self.call(name, ANSWER, "put", ticket, k, count, bytes(view[k * PART : (k + 1) * PART]))
-            for k in range(count)
+        size, view = len(frame), memoryview(frame)
+        return self.each(
+            range(count),
+            lambda k: bool(self.call(name, ANSWER, "put", ticket, k, size, bytes(view[k * PART : (k + 1) * PART]))),
         )
 
-    def fetched(self, name: str, answer: dict[str, Any], limit: int, ticket: int) -> bytes | Silence:
-        """The whole of an answer, of which the first part is here; b"" (unreadable) where it is longer than agreed."""
+    def fetched(self, name: str, answer: dict[str, Any], limit: int, ticket: int) -> bytes | None:
+        """The whole of an answer, of which the first part is here; b"" (unreadable) where it is not as agreed, None where
+        a part was lost."""
         size, first = answer.get("size"), answer.get("part")
-        if not isinstance(size, int) or not isinstance(first, bytes) or size > limit:
+        if type(size) is not int or not isinstance(first, bytes) or not 0 <= size <= limit:
+            return b""
+        if len(first) != min(size, PART):
             return b""
         if len(first) == size:
             return first
         whole = bytearray(size)
-        whole[: len(first)] = first
-        for k in range(1, -(-size // PART)):
-            part = self.call(name, ANSWER, "get", ticket, k)
-            if not isinstance(part, bytes) or len(part) != len(whole[k * PART : (k + 1) * PART]):
-                return Silence.LATE
-            whole[k * PART : (k + 1) * PART] = part
-        return bytes(whole)
+        whole[:PART] = first
+
+        def get(k: int) -> bool:
+            part, at = self.call(name, ANSWER, "get", ticket, k), k * PART
+            if not isinstance(part, bytes) or len(part) != min(PART, size - at):
+                return False
+            whole[at : at + PART] = part
+            return True
+
+        return bytes(whole) if self.each(range(1, -(-size // PART)), get) else None
+
+    def each(self, parts: range, one: Callable[[int], bool]) -> bool:
+        """Whether it succeeds for every part; after a failure no further ones are begun."""
+        with ThreadPoolExecutor(AT_ONCE, initializer=self.set_context) as pool:
+            under_way = [pool.submit(one, k) for k in parts]
+            try:
+                return all(future.result() for future in under_way)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def call(self, name: str, seconds: float, method: str, *args: object) -> object:
         """None where the call fails: it is repeated by who needs it."""

@@ -2,7 +2,7 @@
 back. Needs no torch.
 
 A request has a ticket, and asking again with the same ticket gives the same answer: a call that was lost is just repeated,
-and a late one changes nothing. Large messages come and go in parts.
+and a late one changes nothing. Large messages come and go in parts, a few at a time.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Site:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.ticket, self.starts = -1, 0
-        self.coming: dict[int, list[bytes | None]] = {}  # by ticket, the parts that have arrived
-        self.frame: bytes | None = None  # of the request under way
+        self.coming = Coming(-1, 0)
+        self.frame: bytes | bytearray | None = None  # of the request under way, until the agent begins to answer
         self.reply: bytes | None = None
         self.agent: Agent | None = None
 
@@ -76,15 +76,18 @@ class Site:
 
     @collab.publish  # type: ignore[untyped-decorator]
     @silent
-    def put(self, ticket: int, index: int, count: int, part: bytes) -> bool:
+    def put(self, ticket: int, index: int, size: int, part: bytes) -> bool:
         """A part of a large request; `ask` with the ticket and no frame follows."""
         only_server()
-        if not 0 <= index < count <= LIMIT // PART + 1 or len(part) > PART:
+        at = index * PART
+        if not 0 <= at < size <= LIMIT or len(part) != min(PART, size - at):
             raise BadMessage("a part of a message is out of its range")
         with self.changed:
-            if ticket > self.ticket:
-                self.coming = {ticket: self.coming.get(ticket) or [None] * count}
-                self.coming[ticket][index] = part
+            if self.needs(ticket):
+                if (self.coming.ticket, len(self.coming.data)) != (ticket, size):
+                    self.coming = Coming(ticket, size)
+                self.coming.data[at : at + PART] = part
+                self.coming.missing.discard(index)
         return True
 
     @collab.publish  # type: ignore[untyped-decorator]
@@ -95,11 +98,12 @@ class Site:
         with self.changed:
             if ticket < self.ticket:
                 return {"state": LATE}
-            if ticket > self.ticket:
-                parts = self.coming.pop(ticket, [])
-                if not frame and (not parts or None in parts):
+            if self.needs(ticket):
+                if not frame and (self.coming.ticket != ticket or self.coming.missing):
                     return {"state": UNKNOWN}
-                self.ticket, self.frame, self.reply, self.starts = ticket, frame or joined(parts), None, 0
+                self.starts = self.starts if ticket == self.ticket else 0
+                self.ticket, self.frame, self.reply = ticket, frame or self.coming.data, None
+                self.coming = Coming(-1, 0)
                 self.start(run, again=self.agent is not None and self.agent.busy)
             deadline = time.monotonic() + min(wait, LONGEST_WAIT)
             while self.reply is None and (left := deadline - time.monotonic()) > 0:
@@ -107,10 +111,11 @@ class Site:
                 if self.agent and self.agent.ended and self.reply is None:
                     if self.starts >= STARTS:
                         return {"state": DIED}
+                    if self.frame is None:  # it ended in the middle of its answer
+                        return {"state": UNKNOWN}
                     self.start(run, again=True)
             if self.reply is None:
                 return {"state": WORKING, "progress": self.progress(run)}
-            self.frame = None
             return {"state": DONE, "size": len(self.reply), "part": self.reply[:PART]}
 
     @collab.publish  # type: ignore[untyped-decorator]
@@ -123,14 +128,25 @@ class Site:
                 raise BadMessage("there is no such answer (any more)")
             return self.reply[index * PART : (index + 1) * PART]
 
+    def needs(self, ticket: int) -> bool:
+        """Whether a frame is wanted with this ticket: it is new, or its frame is gone and its answer was lost."""
+        lost = self.frame is None and self.reply is None and self.agent is not None and self.agent.ended
+        return ticket > self.ticket or (ticket == self.ticket and lost)
+
     def start(self, run: str, again: bool) -> None:
         """Gives the request to the agent; a new one where it died, or still works on a request that was given up."""
         if again and self.agent:
             self.agent.kill()
         if self.agent is None or self.agent.ended:
-            self.agent = Agent(self.home, run, self.answered)
+            self.agent = Agent(self.home, run, self.begins, self.answered)
         self.starts += 1
         self.agent.post(self.ticket, self.frame or b"")
+
+    def begins(self, agent: Agent, ticket: int) -> None:
+        """Called by the agent's thread when an answer begins: memory for request and answer is not needed together."""
+        with self.changed:
+            if agent is self.agent and ticket == self.ticket:
+                self.frame = None
 
     def answered(self, agent: Agent, ticket: int, reply: bytes | None) -> None:
         """Called by the agent's thread with an answer, and with None when the agent ended."""
@@ -146,22 +162,30 @@ class Site:
             return ""
 
 
+class Coming:
+    """A large request, of which parts have arrived."""
+
+    def __init__(self, ticket: int, size: int):
+        self.ticket, self.data, self.missing = ticket, bytearray(size), set(range(-(-size // PART)))
+
+
 class Agent:
     """The process that holds this site's data for a run (deploy/agent.py)."""
 
-    def __init__(self, home: Path, run: str, answered: Any):
-        self.answered, self.ticket, self.busy, self.ended = answered, -1, False, False
+    def __init__(self, home: Path, run: str, begins: Any, answered: Any):
+        self.begins, self.answered = begins, answered
+        self.ticket, self.busy, self.ended = -1, False, False
         call = [sys.executable, "-m", "fedvlm.deploy.agent", str(home), run, str(os.getpid())]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with files.opened(home / LOG, "ab", private=True) as log:
             self.process, self.reader, self.writer = connected(call, log, env)
         threading.Thread(target=self.read, daemon=True).start()
 
-    def post(self, ticket: int, frame: bytes) -> None:
+    def post(self, ticket: int, frame: bytes | bytearray) -> None:
         self.ticket, self.busy = ticket, True
         threading.Thread(target=self.write, args=(frame,), daemon=True).start()
 
-    def write(self, frame: bytes) -> None:
+    def write(self, frame: bytes | bytearray) -> None:
         try:
             send(self.writer, frame)
         except OSError:
@@ -169,14 +193,20 @@ class Agent:
 
     def read(self) -> None:
         try:
-            while (frame := receive(self.reader)) is not None:
+            while (frame := receive(self.reader, self.limit)) is not None:
                 self.busy = False
                 self.answered(self, self.ticket, frame)
+                del frame
         except (OSError, ValueError, BadMessage):
             self.process.kill()
         self.process.wait()
         self.ended = True
         self.answered(self, self.ticket, None)
+
+    def limit(self) -> int:
+        """Of bytes; asked for when an answer begins."""
+        self.begins(self, self.ticket)
+        return LIMIT
 
     def kill(self) -> None:
         self.process.kill()
@@ -195,7 +225,3 @@ def only_server() -> None:
     """Sites can call each other in NVFlare; here only the server has anything to ask."""
     if collab.caller != "server":
         raise FedvlmError("only the server may ask")
-
-
-def joined(parts: list[bytes | None]) -> bytes:
-    return b"".join(p or b"" for p in parts)

@@ -71,7 +71,9 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") ->
     """Runs a site until it is stopped. That the data can be read and the backbone loaded is checked before."""
     folder, about = open_kit(kit, "site")
     place = home_of(about, home)
-    write_json(place / ABOUT_SITE, checked(about, data, backbone, rules))
+    content = checked(about, data, backbone, rules)
+    with alone(folder):  # a site that runs keeps its own
+        write_json(place / ABOUT_SITE, content)
     console.line(f"{about.name}: its state and its ledger are in {place}, NVFlare's log is {folder / LOG}")
     if not reachable(about):
         console.line(f"{about.host}:{about.port} does not answer; {about.name} joins as soon as it does")

@@ -24,7 +24,7 @@ class Channel(Protocol):
     def readinto(self, buffer: memoryview, /) -> int | None: ...
 
 
-def send(channel: Channel, data: bytes) -> None:
+def send(channel: Channel, data: bytes | bytearray) -> None:
     for part in (HEAD.pack(len(data)), data):
         view = memoryview(part)
         while view:  # a write may be short

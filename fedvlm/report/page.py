@@ -87,7 +87,7 @@ def facts(groups: Groups) -> dict[str, str]:
     data = [r.data for r in records]
     spent = {"privacy": "; ".join(f"{k}: {' / '.join(p)}" for k, v in groups.items() if (p := privacy_lines(v)))}
     return {
-        "data": distinct(f"{d.name}: {d.images:,} examples, {classes(d)}" for d in data),
+        "data": distinct(f"{d.name}: " + (f"{d.images:,} examples, " if d.images else "") + classes(d) for d in data),
         "domains": distinct(", ".join(d.domains) for d in data),
         "backbone": distinct(map(backbone_id, records)),
         "split": distinct("/".join(split_sizes(r)) + " % train/val/test" for r in records),

@@ -219,7 +219,7 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
     """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are."""
     records = [r for group in groups.values() for r in group]
     backbones = sorted({r.backbone.name for r in records})
-    data = sorted({f"{r.data.name} ({r.data.images:,} examples)" for r in records})
+    data = sorted({r.data.name + (f" ({r.data.images:,} examples)" if r.data.images else "") for r in records})
     seeds = sorted({r.seed for r in records})
     targets = sorted({target(r) for r in records})
     split = sorted({"/".join(split_sizes(r)) for r in records})

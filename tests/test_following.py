@@ -1,0 +1,125 @@
+"""Who starts a run at a federation: the run's folder there, without the network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import train_small
+
+from fedvlm import api, trust
+from fedvlm.cli import main
+from fedvlm.deploy import admin, start
+from fedvlm.deploy.plan import Plan
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.records import RunRecord
+from fedvlm.report.page import facts
+from fedvlm.report.tables import notes
+
+KEYS = {"rounds": "1", "lr": "0.05", "unseen": "openmoji"}
+
+
+@pytest.fixture(autouse=True)
+def stranger(tmp_path, monkeypatch):
+    monkeypatch.setattr(trust, "_given", set())
+    monkeypatch.setattr(trust, "memory", lambda: tmp_path / "trusted")
+
+
+@pytest.fixture(scope="module")
+def record(images, tmp_path_factory) -> RunRecord:
+    return train_small(images, tmp_path_factory.mktemp("following") / "run", rounds=1).record
+
+
+@pytest.fixture
+def begun(record, tmp_path) -> Path:
+    """The folder of an unfinished run, as it is mirrored while it goes on."""
+    content = json.loads(record.to_json())
+    content["config"] |= {"data": "federation:hearts", "engine": "nvflare", "federation": str(tmp_path / "admin.zip")}
+    content["given"].pop("data")
+    content |= {"engine": {"name": "nvflare", "settings": {}}, "result": None}
+    folder = tmp_path / "mirrored"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(content))
+    return folder
+
+
+def asked(kit: Path, **more: str):
+    return api.chosen("fedot", KEYS | {"federation": str(kit)} | more)
+
+
+def test_a_run_that_is_resumed_is_the_one_that_was_begun(begun, tmp_path, monkeypatch):
+    setup = asked(tmp_path / "admin.zip", out=str(begun))
+    sites = RunFolder(begun).record.clients
+    again = RunFolder(begun).setup()  # no --trust is needed for what was asked for here
+    assert admin.run_name(again, "hearts", sites) == admin.run_name(setup, "hearts", sites)
+
+    plans: list[Plan] = []
+
+    def job(follower: admin.Follower) -> admin.Followed:
+        plans.append(follower.plan)
+        return admin.Followed("", "seen")
+
+    @contextlib.contextmanager
+    def session(kit: str):
+        late = SimpleNamespace(get_connected_client_list=lambda: [SimpleNamespace(name="west")])
+        yield late, SimpleNamespace(sites=sites[:1], federation="hearts")
+
+    monkeypatch.setattr(admin, "session", session)
+    monkeypatch.setattr(admin.Follower, "job", job)
+    for chosen, out in ((setup, None), (again, begun)):
+        with pytest.raises(FedvlmError, match="seen"):
+            admin.run(chosen, lambda record: None, out)
+    assert [p.sites for p in plans] == [sites, sites] and plans[0].name == plans[1].name
+    other = asked(tmp_path / "admin.zip", out=str(begun), rounds="2")
+    with pytest.raises(FedvlmError, match="holds another run; choose another out="):
+        admin.run(other, lambda record: None)
+
+
+def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(admin, "session", lambda kit: pytest.fail("it was contacted"))
+    (begun / "admin.zip").write_bytes(b"a kit inside the folder is as foreign as one elsewhere")
+    for kit in (tmp_path / "admin.zip", begun / "admin.zip"):
+        content = json.loads((begun / "run.json").read_text())
+        content["config"]["federation"] = str(kit)
+        (begun / "run.json").write_text(json.dumps(content))
+        assert main(["resume", str(begun)]) == 1
+        assert f"it would contact the federation of {kit}" in capsys.readouterr().err
+
+
+def test_who_was_left_out_is_told_once_also_when_the_run_was_short(tmp_path, capsys):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "2026-11-16 09:55:15 north does not take part: its rules\n"
+        "2026-11-16 09:55:16 round 1: client south is left out: late\n"
+    )
+    assert admin.left_out(log) == ["north does not take part: its rules"] and admin.left_out(tmp_path / "none") == []
+    follower = admin.Follower("", None, tmp_path, lambda record: None)  # type: ignore[arg-type]
+    follower.tell(admin.left_out(log))
+    follower.tell(admin.left_out(log))
+    assert capsys.readouterr().err.count("north does not take part") == 1
+
+
+def test_tables_do_not_count_what_the_server_does_not_have(record):
+    def told(found: RunRecord) -> str:
+        return "\n".join(notes({"fedot": [found]}, "last", False, [])) + facts({"fedot": [found]})["data"]
+
+    assert told(record).count(f"{record.data.images} examples") == 2
+    assert "examples" not in told(replace(record, data=replace(record.data, images=0)))
+
+
+def test_a_second_join_changes_nothing_of_the_first(tmp_path, monkeypatch, images, capsys):
+    pytest.importorskip("nvflare")
+    monkeypatch.chdir(tmp_path)
+    assert main(["federation", "init", "north", "out=kits"]) == 0
+    monkeypatch.setattr(start.Party, "run", lambda party, say: None)
+    join = ["join", "kits/north.zip", f"data={images}", "home=home"]
+    assert main(join) == 0
+    before = Path("home/site.json").read_bytes()
+    with start.alone(Path("kits/north")):
+        assert main([*join[:2], "data=emoji", "home=home"]) == 1
+    assert "another process runs this kit" in capsys.readouterr().err and Path("home/site.json").read_bytes() == before
