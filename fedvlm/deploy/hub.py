@@ -112,7 +112,7 @@ class Status:
         record = (self.folder / "run.json").read_text(encoding="utf-8") if (self.folder / "run.json").exists() else ""
         rounds = [r for r in run.rounds() if r["round"] >= since] if record else []
         silent = [name for name, why in self.links.trouble.items() if why] if self.links else []
-        found = {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
+        found: dict[str, object] = {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
         return found | {"left_out": sorted(self.left_out), "silent": sorted(silent)}
 
 
