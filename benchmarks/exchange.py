@@ -8,6 +8,7 @@ links: ours (fedvlm/deploy/links.py, site.py, and an agent that answers with the
 bare: NVFlare's Collab call with the same bytes, answered by a method that returns its argument: what NVFlare itself costs.
 loopback: engine=loopback's processes, without a network. Kits, certificates and processes are real, all on this machine.
 
+cpu s is the processor's time of one exchange in all processes, which others on the machine change least.
 Memory is the highest above what a process had before the first message, in multiples of the message; a site has two
 processes (NVFlare's for the job, and the agent). The bars: links takes at most RATIO times bare's median, and a site at most
 MEMORY times the message. Exit code 1 where a bar is missed.
@@ -60,6 +61,7 @@ class Figures(NamedTuple):
     size: int  # bytes of the frame, each way and for each site
     seconds: list[float]
     memory: dict[str, int]  # by kind of process, the bytes above the start; the most of any site
+    cpu: float  # seconds that one exchange takes of all processes together: the same whatever else the machine does
 
 
 class Memory:
@@ -89,6 +91,14 @@ def reading(pid: int, key: str) -> int:
     return 0
 
 
+def cpu_seconds(pids: list[int]) -> float:
+    found = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found += sum(psutil.Process(pid).cpu_times()[:2])
+    return found
+
+
 def processes(*words: str) -> list[int]:
     found = psutil.process_iter(["cmdline"])
     return [p.pid for p in found if all(any(w in part for part in p.info["cmdline"] or []) for w in words)]
@@ -113,6 +123,8 @@ def measure(
     for size in sizes:
         seconds = []
         memory.reset()
+        everything = [pid for pids in kinds().values() for pid in pids]
+        used = cpu_seconds(everything)
         for _ in range(max(times, 20 if size <= 10**5 else times)):
             ticket += 1
             frame = frame_of(size, ticket)
@@ -121,7 +133,8 @@ def measure(
             seconds.append(time.perf_counter() - began)
             if not answered:
                 raise RuntimeError(f"not everybody answered {size:,} bytes")
-        found.append(Figures(len(frame), seconds, memory.most()))
+        cpu = (cpu_seconds(everything) - used) / len(seconds)
+        found.append(Figures(len(frame), seconds, {k: v for k, v in memory.most().items() if k != "parents"}, cpu))
     return found
 
 
@@ -157,6 +170,7 @@ class Server:
                 "relay": processes("worker_process", str(self.place / "kits")),
                 "agent": processes("fedvlm.deploy.agent", str(self.place / "home-")),
                 "server": [os.getpid()],
+                "parents": processes("fedvlm.deploy.start", str(self.place / "kits")),
             }
 
         echo = through_links if self.way == "links" else bare
@@ -280,7 +294,7 @@ def play(number: int, sizes: list[int], times: int, ways: list[str]) -> dict[str
 def table(number: int, found: dict[str, list[Figures]]) -> Iterator[str]:
     yield (
         f"{number} sites".ljust(10)
-        + "  bytes        way       median s     p99 s    best s  of bare   relay   agent  site  server"
+        + "  bytes        way       median s     p99 s    best s  of bare     cpu s   relay   agent  site  server"
     )
     bare = {f.size: float(np.median(f.seconds)) for f in found.get("bare", [])}
     for way, figures in found.items():
@@ -291,7 +305,7 @@ def table(number: int, found: dict[str, list[Figures]]) -> Iterator[str]:
             shown = [f"{memory[k]:7.1f}" if k in memory and f.size >= 10**6 else "      –" for k in ("relay", "agent")]
             shown += [f"{of_site(f):5.1f}" if f.size >= 10**6 else "    –"]
             shown += [f"{memory['server'] / number:7.1f}" if f.size >= 10**6 else "      –"]
-            yield f"{f.size:>19,}  {way:9} {median:9.4f} {p99:9.4f} {best:9.4f}  {ratio} {' '.join(shown)}"
+            yield f"{f.size:>19,}  {way:9} {median:9.4f} {p99:9.4f} {best:9.4f}  {ratio} {f.cpu:9.4f} {' '.join(shown)}"
 
 
 def of_site(f: Figures) -> float:

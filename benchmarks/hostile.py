@@ -165,7 +165,7 @@ class Lie(NamedTuple):
     kept: bool = False  # it cannot be told from an honest answer: the model stays finite, and no more is asked
 
 
-# One for each round of a run, all by an agent
+# One for each round of a run; each is refused
 LIES = [
     Lie("other names", changed(lambda p: p.update(shared={f"{k}_": v for k, v in p["shared"].items()}))),
     Lie("no tensors", changed(lambda p: p.update(shared={}, values={}))),
@@ -205,10 +205,13 @@ LIES = [
     Lie("scores of NaN", scored(np.nan), "score"),
     Lie("negative scores", scored(-1.0), "score"),
     Lie("junk for scores", raw(b"\xff" * 999), "score"),
-    Lie("another site's ledger head", told(ledger=f"4 {'ab' * 32}"), kept=True),
-    Lie("a ledger head of junk", told(ledger=FORGED), kept=True),
-    Lie("update × −1", shared(lambda v: -v), kept=True),
-    Lie("all zeros", shared(torch.zeros_like), kept=True),
+]
+# These cannot be told from honest answers in the round: the model stays finite
+KEPT = [
+    Lie("another site's ledger head", told(ledger=f"4 {'ab' * 32}")),
+    Lie("a ledger head of junk", told(ledger=FORGED)),
+    Lie("update × −1", shared(lambda v: -v)),
+    Lie("all zeros", shared(torch.zeros_like)),
 ]
 # Each in a run of its own
 FIRST = [
@@ -232,6 +235,7 @@ FIRST = [
     Lie("100 MB at the end", raw(bytes(100 << 20)), FINISH, kept=True),
     Lie("an error at the end", told(error=FORGED), FINISH, kept=True),
 ]
+SERIES = {"refused": LIES, "kept": KEPT}  # of rounds
 LATE = [
     Lie("never answers", lambda asked, frame: None),
     Lie("takes 15 seconds", slowly),
@@ -275,8 +279,8 @@ def lie_now(step: str, round: int) -> Lie | None:
     """The lie of this request, as the scenario says."""
     scenario = (place() / "scenario").read_text()
     found = [lie for lie in (*FIRST, *LATE) if lie.name == scenario and lie.step == step]
-    if scenario == "rounds" and 1 <= round <= len(LIES):
-        lie = LIES[round - 1]
+    if scenario in SERIES and 1 <= round <= len(SERIES[scenario]):
+        lie = SERIES[scenario][round - 1]
         found = [lie] if lie.step == step else [LIES[0]] if step == "train" else []
     return found[0] if found else None
 
@@ -334,7 +338,7 @@ class Relay(Site):
         lie = self.lies()
         if lie and (not frame or unpack(frame)[0].step == "train"):
             return lie()
-        found = Site.ask.__wrapped__(self, run, ticket, frame, wait)
+        found = Site.ask(self, run, ticket, frame, wait)
         if (place() / "scenario").read_text() == "fedot":
             kept = self.home / "frames"
             kept.mkdir(exist_ok=True)
@@ -387,7 +391,7 @@ class Server:
 
     def play(self, scenario: str, links: Links, outcome: Outcome) -> None:
         number = scenario.removeprefix("without ")
-        rounds = int(number) if number.isdecimal() else len(LIES) if scenario == "rounds" else 2
+        rounds = int(number) if number.isdecimal() else len(SERIES.get(scenario, "12"))
         method = "fedot" if scenario == "fedot" else "fedavg"
         keys = {"rounds": 5 if scenario == "fedot" else rounds, "timeout": 60, "grace": 6}
         name = "fedot" if scenario == "fedot" else "lies"
@@ -470,7 +474,7 @@ def job(
 
 def lies(fed: Federation) -> Iterator[Tried]:
     apart = [lie.name for lie in (*FIRST, *LATE)] + [*RELAY, *RELAY_LATE]
-    scenarios = [f"without {len(LIES)}", "without 2", "rounds", *apart]
+    scenarios = [f"without {len(LIES)}", "without 2", *SERIES, *apart]
     (fed.place / "outcomes.jsonl").unlink(missing_ok=True)
     ended = job(
         fed,
@@ -486,9 +490,13 @@ def lies(fed: Federation) -> Iterator[Tried]:
         elif found[name].error:
             yield Tried(name, f"the run ended: {found[name].error[:200]}")
     liar = fed.sites[2]
-    if "rounds" in found:
-        yield from in_rounds(found["rounds"], liar)
-        yield same("the end of the rounds so far", found["rounds"], found[f"without {len(LIES)}"], kept_only=True)
+    for name in (n for n in SERIES if n in found):
+        yield from in_rounds(found[name], liar)
+        yield from ledgers(fed, found[name], liar)
+    if not {"refused", without := f"without {len(LIES)}"} - found.keys():
+        yield same("the model after all that was refused", found["refused"], found[without])
+    if "kept" in found:
+        yield Tried("the model after all that was kept", unsound(found["kept"]))
     for name in apart:
         if name in found and not found[name].error:
             yield one_run(found[name], found["without 2"], liar)
@@ -497,16 +505,28 @@ def lies(fed: Federation) -> Iterator[Tried]:
 def in_rounds(outcome: Outcome, liar: str) -> Iterator[Tried]:
     """One lie a round: the record or the log names the liar; what cannot be told from honesty leaves the model finite."""
     records = {int(r["round"]): r for r in outcome.rounds}
-    for round, lie in enumerate(LIES, 1):
+    for round, lie in enumerate(SERIES[outcome.name], 1):
         record = records.get(round, {})
         offence = record.get("offences", {}).get(liar, "")
         lines = [x for x in outcome.log if f"round {round}: client {liar} is left out" in x]
         others = [n for n in (*record.get("offences", {}), *record.get("late", [])) if n != liar]
         lost = "" if record else "there is no such round"
-        lost = lost or ("" if offence or lines or lie.kept else "it was accepted")
+        lost = lost or ("" if offence or lines or outcome.name == "kept" else "it was accepted")
         lost = lost or (f"honest sites were blamed: {others}" if others else "")
         lost = lost or ("the log has a forged line" if any(x.startswith("round 10:") for x in outcome.log) else "")
         yield Tried(lie.name, lost, (offence or (lines[-1].partition(" left out: ")[2] if lines else "kept"))[:70])
+
+
+def ledgers(fed: Federation, outcome: Outcome, liar: str) -> Iterator[Tried]:
+    """An agent that wrote down another answer than it sent is found out afterwards, and nobody else."""
+    received = Path(outcome.folder) / ledger.RECEIVED
+    for site in fed.sites:
+        found = ledger.compare(fed.place / f"home-{site}" / ledger.SENT, received, site)
+        found = [f for f in found if "was not received" not in f]  # all runs here have one name
+        lost = "" if bool(found) == (site == liar) else f"{found[:1] or 'no difference'}"
+        yield Tried(
+            f"{outcome.name}: the ledgers of {site} and the server", lost, "they differ" if found else "they agree"
+        )
 
 
 def one_run(outcome: Outcome, without: Outcome, liar: str) -> Tried:
@@ -514,7 +534,7 @@ def one_run(outcome: Outcome, without: Outcome, liar: str) -> Tried:
     lie = next((x for x in (*FIRST, *LATE) if x.name == outcome.name), None)
     lines = [x for x in outcome.log if liar in x]
     if lie and lie.kept:
-        return Tried(outcome.name, unsound(outcome) or blamed(outcome, liar), "kept")
+        return Tried(outcome.name, unsound(outcome) or blamed(outcome, liar), "the run goes on")
     found = same(outcome.name, outcome, without)
     return found._replace(
         lost=found.lost or ("" if lines else "nobody was told") or blamed(outcome, liar),
@@ -535,13 +555,12 @@ def unsound(outcome: Outcome) -> str:
     return "" if all(v.isfinite().all() for v in state_of(outcome).values()) else "the model is not finite"
 
 
-def same(name: str, outcome: Outcome, without: Outcome, kept_only: bool = False) -> Tried:
-    """The model is finite and, where the liar was left out of every round, that of the run without it."""
+def same(name: str, outcome: Outcome, without: Outcome) -> Tried:
+    """The model is finite, and that of the run without the liar."""
     one, other = state_of(outcome), state_of(without)
     lost = unsound(outcome)
-    if not kept_only:
-        odd = [k for k in other if not torch.equal(one[k], other[k])]
-        lost = lost or (f"the model differs from that without the liar ({odd[0]})" if odd else "")
+    odd = [k for k in other if not torch.equal(one[k], other[k])]
+    lost = lost or (f"the model differs from that without the liar ({odd[0]})" if odd else "")
     return Tried(name, lost)
 
 

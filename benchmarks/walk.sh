@@ -50,6 +50,7 @@ clear_up() {
 }
 started=()
 trap clear_up EXIT
+trap 'exit 143' INT TERM
 
 # at PARTY COMMAND: as that party, in its home, on its network; what it types and sees is printed
 at() {
@@ -63,13 +64,14 @@ as() { "${enter[@]/PARTY/$1}" "$2"; }
 # background PARTY FILE COMMAND: goes on; what it prints is in the party's FILE; its process is $last
 background() {
     printf '%s$ %s   # stays in this terminal\n' "$1" "$3"
-    set -m # a process group of its own, and Ctrl-C (SIGINT) not ignored, as in a terminal
+    set -m # a process group of its own, as in a terminal
     "${enter[@]/PARTY/$1}" "$3" >>"$place/$1/$2" 2>&1 </dev/null &
     last=$!
     set +m
     started+=("$last")
 }
-enter=(ip netns exec "$tag-PARTY" env -i HOME="$place/PARTY" PATH="$place/bin:$PATH" PYTHONPATH="$place/code"
+# (signals that were ignored when this script was started would stay ignored)
+enter=(ip netns exec "$tag-PARTY" env -i --default-signal=INT,QUIT HOME="$place/PARTY" PATH="$place/bin:$PATH" PYTHONPATH="$place/code"
     OMP_NUM_THREADS=1 LANG=C.UTF-8 bash -c 'cd && eval "exec $0"')
 until_true() { # SECONDS COMMAND
     local end=$((SECONDS + $1))

@@ -25,3 +25,9 @@ def test_the_model_is_shipped_once_and_whole():
     folder = ROOT / "fedvlm" / "backbones" / "assets" / "mini-clip"
     assert {p.name for p in folder.iterdir()} >= {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
     assert (ROOT / "fedvlm" / "data" / "assets" / "emoji.zip").stat().st_size < 15e6
+
+
+def test_the_federation_page_has_the_examples_as_they_are():
+    page = (ROOT / "docs" / "federation.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "examples" / "deploy").iterdir()):
+        assert path.read_text(encoding="utf-8").rstrip() in page, path.name

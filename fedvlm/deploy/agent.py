@@ -29,7 +29,7 @@ from fedvlm.deploy.plan import BEGIN, FINISH, LOOK, Agreed, Hello, Plan, Ready, 
 from fedvlm.deploy.rules import Rules
 from fedvlm.engines.wire import Channel, Header, pack, receive, send, unpack
 from fedvlm.engines.worker import Client, ClientRecord, end_with, write_folder
-from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.method import Method
 from fedvlm.names import file_name
@@ -84,16 +84,18 @@ class Agent:
             self.rules.check_step(header.step)
             if self.client is None:
                 self.client = Client(self.place)
+            self.rules.check_privacy(header.step, self.client.method.privacy is not None)
             done = Header(ticket=header.ticket, ledger=str(self.ledger.head))
             done, found = self.client.step(header, parts, done)
             answer = pack(done, found)
             self.rules.check_answer(answer)
             return self.client.noted(header, done, answer)
-        except (FedvlmError, BadMessage, OSError) as error:
-            return self.told(header, {}, str(error))
-        except Exception as error:  # the text may hold data: only its type leaves
-            print(f"{header.step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            return self.told(header, {}, f"{type(error).__name__} (the site's log says more)")
+        except Exception as error:  # the text may hold data or a path: then only its type leaves
+            text = str(error)
+            if not isinstance(error, FedvlmError) or "/" in text or "\\" in text:
+                print(f"{header.step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                text = f"{type(error).__name__} (the site's log says more)"
+            return self.told(header, {}, text)
 
     def told(self, asked: Header, parts: dict[str, Params], error: str = "") -> bytes:
         """An answer of the site itself, in the ledger."""
@@ -187,7 +189,8 @@ class Agent:
         return backbones.load(self.about.backbone)
 
     def progress(self, done: int, total: int) -> None:
-        files.write(self.folder / PROGRESS, f"{done} {total}")
+        shown = (done, total) if self.rules.counts else (100 * done // max(1, total), 100)
+        files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}")
 
     def secret(self, purpose: str) -> bytes:
         """Random bytes that never leave this machine, different for each purpose and always the same."""

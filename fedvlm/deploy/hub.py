@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ BACKBONE = "FEDVLM_BACKBONE"  # its own copy of the backbone, if given there
 SITES = "sites.json"  # in a run's folder: what each site said when it began
 LEFT_OUT = "does not take part"  # as in deploy/admin.py
 MOST = 1 << 24  # bytes of an answer to look or begin
+MARK = 64  # characters of a site's mark
 ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
 ROUNDS = "fedvlm.rounds"  # a question of who started the run: the records since then
 FETCHED = "fedvlm"  # the folder in the job's workspace that is fetched at the end
@@ -199,9 +200,9 @@ class Play:
         frames = {n: packed(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}
         found = self.ask(BEGIN, frames, Ready, ENCODING)
         for name, ready in list(found.items()):
-            fits = len(ready.counts) == 3 and all(0 <= n < 1 << 40 for n in ready.counts)
+            fits = len(ready.counts) == 3 and all(0 <= n < 1 << 40 for n in ready.counts) and len(ready.mark) <= MARK
             if not fits:
-                self.leave_out(name, "the numbers of its examples are out of their range")
+                self.leave_out(name, "the numbers of its examples, or the mark of its data, are out of their range")
             elif known.get(name, ready.mark) != ready.mark:
                 self.leave_out(name, "its data are not those with which the run began")
             if not fits or known.get(name, ready.mark) != ready.mark:
@@ -214,7 +215,8 @@ class Play:
         sizes = np.array([ready[n].counts if n in ready else [0, 0, 0] for n in names])
         ends = np.cumsum(sizes, axis=1)
         bounds = np.concatenate([np.zeros((len(names), 1), np.int64), ends], axis=1)
-        extras = {k: Extra(torch.zeros(0), aligned=True) for k in sorted({e for r in ready.values() for e in r.extras})}
+        named = Counter(e for r in ready.values() for e in set(r.extras))
+        extras = {k: Extra(torch.zeros(0), aligned=True) for k in sorted(named) if 2 * named[k] > len(ready)}
         empty = torch.zeros(0)
         data = Data(empty, empty.long(), bounds, np.arange(len(names)), self.setup.config.seed, extras=extras)
         wanted = self.setup.config.unseen
@@ -234,7 +236,7 @@ class Play:
         state, round = saved
         parts = packed(run.record) | {f"state-{k}": v for k, v in state._asdict().items() if k != "server"}
         answers = self.ask_raw(FINISH, dict.fromkeys(self.links.sites, parts), self.setup.config.timeout, round)
-        self.heard = [Heard(name, FINISH, round, a) for name, a in answers.items() if isinstance(a, bytes)]
+        self.heard = [Heard(name, FINISH, round, a) for name, a in answers.items() if readable(a)]
         self.keep(run, {})
 
     def ask(self, step: str, parts: dict[str, Any], kind: type[Answer], seconds: float) -> dict[str, Answer]:
@@ -276,7 +278,7 @@ class Play:
         received = ledger.Ledger(self.folder / ledger.RECEIVED, sync=False)
         for name, step, round, frame in self.heard:
             about, header = ledger.content(frame), unpack(frame)[0]
-            line = ledger.Sent(run.name, name, step, round, direction="received", refused=header.error)
+            line = ledger.Sent(run.name, name, step, round, direction="received", refused=printable(header.error))
             line = replace(line, tensors=about.tensors, bytes=about.bytes, sha256=about.sha256)
             received.append(replace(line, site_head=ledger.Head.parse(header.ledger)))
         self.heard = []
@@ -284,6 +286,13 @@ class Play:
     @property
     def backbone(self) -> Backbone:
         return server_backbone(self.setup)
+
+
+def readable(answer: bytes | Silence) -> TypeGuard[bytes]:
+    try:
+        return isinstance(answer, bytes) and bool(unpack(answer))
+    except BadMessage:
+        return False
 
 
 def server_backbone(setup: Setup) -> Backbone:

@@ -67,6 +67,11 @@ class Rules:
         if not any(fnmatch(step, w) for w in self.steps):
             raise FedvlmError(f"this site's rules do not answer {step}")
 
+    def check_privacy(self, step: str, private: bool) -> None:
+        """A server that asked for a private run must have told how, before the site trains."""
+        if self.epsilon and not private and (step == "train" or step.startswith("secure.")):
+            raise FedvlmError("this site's rules ask for differential privacy, and the server has not said how")
+
     def check_answer(self, frame: bytes) -> None:
         if len(frame) > self.most_bytes:
             raise FedvlmError(f"an answer of {len(frame):,} bytes is over this site's rule of {self.most_bytes:,}")

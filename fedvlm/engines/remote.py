@@ -19,6 +19,7 @@ from fedvlm.core import Message, Params, Reply
 from fedvlm.engines.base import Engine, Job
 from fedvlm.engines.wire import OVERHEAD, SECURE, Header, longest_reply, octets, pack, pack_message, to_reply, unpack
 from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.names import printable
 from fedvlm.schema import Schema
 from fedvlm.secure.settings import Summation, Summed, fingerprint
 from fedvlm.steps import STEPS
@@ -111,6 +112,8 @@ class Remote(Engine):
             if header.error:
                 self.guard.failed(client, asked.round, header.error)
                 return None
+            if header.ticket != asked.ticket:
+                raise BadMessage("sent an answer to another request")
             return parts
         except BadMessage as error:
             self.guard.offence(client, asked.round, str(error))
@@ -129,7 +132,7 @@ class Remote(Engine):
             tensors=about.tensors,
             bytes=about.bytes,
             sha256=about.sha256,
-            refused=header.error,
+            refused=printable(header.error),
             site_head=ledger.Head.parse(header.ledger),
             clipped=header.clipped,
             noised=header.noised,

@@ -90,7 +90,8 @@ def unpack(data: bytes) -> tuple[Header, dict[str, Params]]:
 def read_header(text: str) -> Header:
     header = Header(**json.loads(text))
     for name, default in Header._field_defaults.items():
-        if type(getattr(header, name)) is not type(default):
+        value = getattr(header, name)
+        if type(value) is not type(default) or (isinstance(value, float) and not math.isfinite(value)):
             raise TypeError(name)
     return header
 
