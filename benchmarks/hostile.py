@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,7 @@ from fedvlm import ledger
 from fedvlm.config import resolve
 from fedvlm.core import Params
 from fedvlm.deploy import agent as honest
-from fedvlm.deploy.hub import Play, Status
+from fedvlm.deploy.hub import SITES, Play, Status
 from fedvlm.deploy.links import Links
 from fedvlm.deploy.plan import BEGIN, FINISH, JSON, LOOK, Plan
 from fedvlm.deploy.site import DONE, Site, only_server, silent
@@ -319,7 +319,7 @@ def agent(home: Path, run: str) -> honest.Agent:
 class Relay(Site):
     """A site's NVFlare process: it keeps what passes, and lies if it is the liar's."""
 
-    run = ""
+    run = step = ""  # of the last request
 
     def lies(self) -> Callable[[], object] | None:
         liar = (place() / "liar").read_text()
@@ -335,8 +335,8 @@ class Relay(Site):
             self.agent.stop()
             self.agent = None
         self.run = run
-        lie = self.lies()
-        if lie and (not frame or unpack(frame)[0].step == "train"):
+        self.step = unpack(frame)[0].step if frame else self.step
+        if self.step == "train" and (lie := self.lies()):
             return lie()
         found = Site.ask(self, run, ticket, frame, wait)
         if (place() / "scenario").read_text() == "fedot":
@@ -403,7 +403,8 @@ class Server:
         if scenario == "data that change":
             (place() / "scenario").write_text("")
             Play(plan, links, folder, Status(folder)).run()
-            (folder / "run.json").write_text(replace(run.record, result=None).to_json())
+            for path in (p for p in folder.iterdir() if p.name != SITES):  # only what the sites said is left
+                path.unlink()
             (place() / "scenario").write_text(scenario)
         try:
             Play(plan, links, folder, Status(folder)).run()

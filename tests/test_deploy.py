@@ -298,6 +298,13 @@ def test_words_that_no_site_says_are_an_offence(federation, monkeypatch, words):
     assert [list(r.get("offences", {})) for r in run.rounds()] == [[], ["twemoji"], ["twemoji"]]
 
 
+def test_an_answer_without_tensors_is_an_offence(federation, monkeypatch):
+    lying(monkeypatch, "train", lambda frame: pack(unpack(frame)[0], {}))
+    sites = federation()
+    run = sites.play(sites.plan("fedavg"))
+    assert [list(r.get("offences", {})) for r in run.rounds()] == [[], ["twemoji"], ["twemoji"]]
+
+
 def test_junk_at_the_end_does_not_end_the_run(federation, monkeypatch):
     lying(monkeypatch, "finish", lambda frame: b"\x02" * 500)
     sites = federation()

@@ -63,7 +63,7 @@ class Remote(Engine):
         header = self.header(step, round, exchange)
         limits = self.limits(step, ids, message)
         for i, answer in self.exchange(dict.fromkeys(limits, pack_message(message, header)), limits).items():
-            if parts := self.read(i, answer, header):
+            if (parts := self.read(i, answer, header)) is not None:
                 try:
                     yield to_reply(i, parts)
                 except BadMessage as error:
