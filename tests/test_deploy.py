@@ -203,6 +203,7 @@ def test_a_run_goes_on_where_it_stopped_with_new_processes(federation):
     sites = federation()
     plan = sites.plan("fedot", rounds=3)
     whole = sites.serial(plan)
+
     class Stopped(Exception):
         pass
 

@@ -351,9 +351,7 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
         from transformers import AutoImageProcessor
 
         with loading(self.folder):
-            found = AutoImageProcessor.from_pretrained(
-                self.folder, backend="pil", trust_remote_code=False
-            )
+            found = AutoImageProcessor.from_pretrained(self.folder, backend="pil", trust_remote_code=False)
         return cast(Processor, found)
 
     @torch.no_grad()
