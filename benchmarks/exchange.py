@@ -40,7 +40,8 @@ from nvflare.collab.api.context import get_call_context, set_call_context
 
 from fedvlm.deploy.links import Links
 from fedvlm.deploy.site import Site
-from fedvlm.engines.wire import LIMIT, Header, pack
+from fedvlm.engines.frames import LIMIT
+from fedvlm.engines.wire import Header, pack
 
 if TYPE_CHECKING:
     from federation import Federation
@@ -253,15 +254,20 @@ def submit(fed: Federation, folder: Path, **args: object) -> None:
     """A job with this file's classes in place of ours, until it has ended."""
     from fedvlm.deploy import admin
     from fedvlm.deploy.plan import Plan
+    from fedvlm.deploy.status import session
+    from fedvlm.records import MethodRecord, PartRecord
 
-    plan = Plan("bench", "echo", fed.sites, *[None] * 5, {}, {}, "", "")  # type: ignore[arg-type]  # only its name counts
+    part = PartRecord("")
+    plan = Plan(
+        "bench", "echo", fed.sites, MethodRecord(""), part, part, part, [], {}, {}, "", ""
+    )  # only its name counts
     admin.write_job(folder, plan)
     for party, name, more in (("server", "Server", args), ("client", "Echo", {})):
         path = folder / "app" / "config" / f"config_fed_{party}.json"
         config = json.loads(path.read_text())
         config["components"] = [config["components"][0] | {"path": f"{MODULE}.{name}", "args": more}]
         path.write_text(json.dumps(config))
-    with admin.session(str(fed.place / "kits" / "admin.zip")) as (flare, _):
+    with session(str(fed.place / "kits" / "admin.zip")) as (flare, _):
         job = flare.submit_job(str(folder))
         while not any(word in str((flare.get_job_meta(job) or {}).get("status")) for word in admin.ENDED):
             time.sleep(1)

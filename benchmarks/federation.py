@@ -2,7 +2,6 @@
 
     python benchmarks/federation.py same               # serial = loopback = NVFlare, to the bit (4 sites, 6 methods)
     python benchmarks/federation.py faults [times=10]  # what goes wrong, and the final bits compared
-    python benchmarks/federation.py exchange           # seconds, bytes and memory against loopback and a bare Collab echo
 
 The package is copied first, so that editing it does not change its fingerprint while sites run. `--out FILE` keeps the
 figures as JSON; exit code 1 where anything was lost.
@@ -155,10 +154,11 @@ def federation(sites: list[str]) -> Iterator[Federation]:
             made.down()
 
 
-def same(times: int) -> tuple[int, int, list[str]]:
+def same(first: int) -> tuple[int, int, list[str]]:
+    """`first`: the number of methods that are left out (they were tried before)."""
     lines, lost = [], 0
     with federation(styles()) as fed:
-        for method in METHODS:
+        for method in METHODS[first:]:
             tag = method.split()[0] + ("-secure" if "secure" in method else "")
             fed.reference(method, "serial", f"serial-{tag}")
             fed.reference(method, "loopback", f"loopback-{tag}")
@@ -174,7 +174,7 @@ def same(times: int) -> tuple[int, int, list[str]]:
             lost += bool(odd)
             lines.append(f"{method}: {'the same bits' if not odd else 'differs in ' + ', '.join(odd)} ({took:.0f} s)")
             print(lines[-1], flush=True)
-    return len(METHODS), lost, lines
+    return len(METHODS) - first, lost, lines
 
 
 def tensors(path: Path) -> dict[str, bytes]:
@@ -286,6 +286,7 @@ def faults(times: int) -> tuple[int, int, list[str]]:
 
 
 CHECKS = {"same": same, "faults": faults}
+DEFAULTS = {"same": 0, "faults": 10}
 
 
 def main() -> int:
@@ -293,10 +294,11 @@ def main() -> int:
     parser.add_argument("checks", nargs="+", help="name or name=number")
     parser.add_argument("--out", type=Path, help="a JSON file")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers and sites are ended, too
     found = {}
     for word in args.checks:
         name, _, number = word.partition("=")
-        tried, lost, lines = CHECKS[name](int(number or 10))
+        tried, lost, lines = CHECKS[name](int(number or DEFAULTS[name]))
         found[name] = {"tried": tried, "lost": lost, "lines": lines}
         print(f"{name}: {tried} tried, {lost} lost", flush=True)
     if args.out:

@@ -449,16 +449,21 @@ def job(
     fed: Federation,
     folder: Path,
     server: dict[str, object],
-    site: str = "",
+    site: dict[str, object] | None = None,
     more: dict[str, bytes] | None = None,
     limit: float = 60.0,
 ) -> str:
     """Submits a job that names these classes; how it ended."""
     from fedvlm.deploy import admin
+    from fedvlm.deploy.status import session
+    from fedvlm.records import MethodRecord, PartRecord
 
-    plan = Plan("bench", "hostile", fed.sites, *[None] * 5, {}, {}, "", "")  # type: ignore[arg-type]  # only its name counts
+    part = PartRecord("")
+    plan = Plan(
+        "bench", "hostile", fed.sites, MethodRecord(""), part, part, part, [], {}, {}, "", ""
+    )  # only its name counts
     admin.write_job(folder, plan)
-    for party, component in (("server", server), ("client", {"path": site, "args": {}} if site else {})):
+    for party, component in (("server", server), ("client", site or {})):
         path = folder / "app" / "config" / f"config_fed_{party}.json"
         config = json.loads(path.read_text())
         config["components"] = [config["components"][0] | component]
@@ -467,7 +472,7 @@ def job(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     try:
-        with admin.session(str(fed.place / "kits" / "admin.zip")) as (flare, _):
+        with session(str(fed.place / "kits" / "admin.zip")) as (flare, _):
             number, deadline = flare.submit_job(str(folder)), time.monotonic() + limit
             while time.monotonic() < deadline:
                 state = str((flare.get_job_meta(number) or {}).get("status"))
@@ -488,7 +493,7 @@ def lies(fed: Federation) -> Iterator[Tried]:
         fed,
         fed.place / "job-lies",
         {"path": f"{MODULE}.Server", "args": {"sites": fed.sites, "scenarios": scenarios}},
-        f"{MODULE}.Relay",
+        {"path": f"{MODULE}.Relay"},
         limit=1800.0,
     )
     told = [json.loads(line) for line in (fed.place / "outcomes.jsonl").read_text().splitlines()]
@@ -665,26 +670,22 @@ def taken_over(fed: Federation, kit: Path, name: str) -> str:
 
 
 def jobs(fed: Federation) -> Iterator[Tried]:
-    marks = [fed.place / f"mark-{k}" for k in range(2)]
+    marks = [fed.place / f"mark-{k}" for k in range(4)]
     code = f"from pathlib import Path\nPath({str(marks[0])!r}).write_text('x')\n\n\nclass Evil:\n    pass\n".encode()
-    honest_server = {"path": "fedvlm.deploy.hub.Hub", "args": {"plan": "{}"}}
-    ended = job(fed, fed.place / "job-code", honest_server, "evil.Evil", {"app/custom/evil.py": code})
-    yield Tried(
-        "a job with code",
-        "it ran" if marks[0].exists() or "COMPLETED" in ended.replace("EXECUTION", "") else "",
-        ended[:70],
-    )
-    evil = {"path": "subprocess.Popen", "args": {"args": ["touch", str(marks[1])]}}
-    ended = job(fed, fed.place / "job-class", evil)
-    yield Tried("a class that the server does not allow", "it ran" if marks[1].exists() else "", ended[:70])
-    for number, name in enumerate(("subprocess.Popen", "nvflare.app_common.executors.script_executor.ScriptExecutor")):
-        folder = fed.place / f"job-site-{number}"
-        ended = job(fed, folder, honest_server, name)
-        yield Tried(
-            f"a site's class {name.rpartition('.')[2]}",
-            "it ended well" if ended.endswith(":COMPLETED") else "",
-            ended[:70],
-        )
+    server: dict[str, object] = {"path": "fedvlm.deploy.hub.Hub", "args": {"plan": "{}"}}
+    ended = job(fed, fed.place / "job-code", server, {"path": "evil.Evil"}, {"app/custom/evil.py": code})
+    yield Tried("a job with code", "it ran" if marks[0].exists() else "", ended[:70])
+
+    def touching(k: int) -> dict[str, object]:
+        return {"path": "subprocess.Popen", "args": {"args": ["touch", str(marks[k])]}}
+
+    named = {"the server": (touching(1), None, "server"), "a site": (server, touching(2), fed.sites[1])}
+    for k, (party, (at_server, at_site, kit)) in enumerate(named.items()):
+        ended = job(fed, fed.place / f"job-class-{k}", at_server, at_site)
+        logs = [p.read_text(errors="replace") for p in (fed.place / "kits" / kit).glob("*/log.txt")]
+        refused = any("ComponentNotAuthorized" in text or "not authorized" in text for text in logs)
+        lost = "it ran" if marks[k + 1].exists() else "" if refused else "the log does not say that it was refused"
+        yield Tried(f"a class that {party} does not allow", lost, ended[:70])
     yield from forbidden(fed)
 
 
@@ -716,7 +717,7 @@ def capture(fed: Federation) -> Iterator[Tried]:
         fed,
         fed.place / "job-fedot",
         {"path": f"{MODULE}.Server", "args": {"sites": fed.sites, "scenarios": ["fedot"]}},
-        f"{MODULE}.Relay",
+        {"path": f"{MODULE}.Relay"},
         limit=1800.0,
     )
     outcome = Outcome(**json.loads((fed.place / "outcomes.jsonl").read_text().splitlines()[-1]))
@@ -735,8 +736,10 @@ def capture(fed: Federation) -> Iterator[Tried]:
     total = sum(map(len, frames))
     yield Tried("the shared model is found (the search works)", "" if hits.pop("the shared model") else "it is not")
     for kind, count in hits.items():
-        seen = f"none of {len(secrets[kind]):,} pieces in {len(frames)} messages, {total:,} bytes"
-        yield Tried(kind, f"{count} pieces crossed" if count else "" if secrets[kind] else "nothing to look for", seen)
+        looked = f"none of {len(secrets[kind]):,} pieces in {len(frames)} messages, {total:,} bytes"
+        yield Tried(
+            kind, f"{count} pieces crossed" if count else "" if secrets[kind] else "nothing to look for", looked
+        )
     words = {p.name for p in fed.images.rglob("*.png")} | {
         str(fed.place),
         fed.place.name,

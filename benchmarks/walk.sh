@@ -71,7 +71,8 @@ background() {
     started+=("$last")
 }
 # (signals that were ignored when this script was started would stay ignored)
-enter=(ip netns exec "$tag-PARTY" env -i --default-signal=INT,QUIT HOME="$place/PARTY" PATH="$place/bin:$PATH" PYTHONPATH="$place/code"
+enter=(ip netns exec "$tag-PARTY" env -i --default-signal=INT,QUIT HOME="$place/PARTY" PATH="$place/bin:$PATH"
+    PYTHONPATH="$place/code"
     OMP_NUM_THREADS=1 LANG=C.UTF-8 bash -c 'cd && eval "exec $0"')
 until_true() { # SECONDS COMMAND
     local end=$((SECONDS + $1))

@@ -130,7 +130,7 @@ def test_nvflare_takes_the_policies(made):
         user = Person("admin@fedvlm.local", "fedvlm", role)
         return authorizer.authorize(AuthzContext(right=right, user=user, submitter=user))[0]
 
-    assert all(map(may, ["submit_job", "abort_job", "check_status", "list_jobs", "download_job"]))
+    assert all(map(may, ["submit_job", "abort_job", "check_status", "list_jobs", "download_job", "app_command"]))
     refused = ["byoc", "ls", "cat", "pwd", "head", "tail", "grep", "report_env", "sys_info", "shutdown", "restart"]
     refused += ["show_errors", "configure_site_log", "configure_job_log", "call", "anything_new", "delete_workspace"]
     assert not any(map(may, refused))

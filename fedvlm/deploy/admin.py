@@ -51,9 +51,10 @@ def run(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
     kit = trust.absolute(setup.config.federation)
     given = out or (Path(setup.config.out) if setup.config.out else None)
     with session(kit) as (flare, about):
-        sites = sites_of(given, setup) or sorted({*about.sites, *connected(flare)})
+        here = connected(flare)
+        sites = sites_of(given, setup) or sorted({*about.sites, *here})
         name = run_name(setup, about.federation, sites)
-    if not sites:
+    if not here:
         raise FedvlmError(f"no site of {about.federation} is connected; start `fedvlm join` at the sites first")
     folder = given or runs_home() / file_name(name)
     if (folder / "run.json").exists() and RunFolder(folder).done:

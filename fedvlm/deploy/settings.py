@@ -22,6 +22,7 @@ RIGHTS = {
     "manage_job": "any",
     "download_job": "any",
     "view": "any",
+    "app_command": "any",  # news of a run: NVFlare puts it into no category
     "clone_job": "none",
     "operate": "none",
     "shell_commands": "none",
