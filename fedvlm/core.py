@@ -279,7 +279,7 @@ class Cohort:
 
     def _to_ask(self) -> tuple[np.ndarray, int]:
         """The clients to ask, and how many that are with those that will not answer (dropout=)."""
-        alive = np.array([i for i in self.ids if int(i) not in self.lost], dtype=np.int64)
+        alive = self.ids[~np.isin(self.ids, list(self.lost))] if self.lost else self.ids
         last = self.round == self.rounds
         asked = self.guard.to_ask(alive, self._need, self.round, last) if self.guard else alive
         return asked, len(self.ids) - len(alive) + len(asked)

@@ -275,7 +275,7 @@ def medians(held: list[Measured]) -> Tensor:
 
 
 def told(ids: list[int], wrong: Tensor, reason: str) -> list[Offence]:
-    return [Offence(i, reason) for i, bad in zip(ids, wrong.tolist(), strict=True) if bad]
+    return [Offence(ids[at], reason) for at in wrong.nonzero()[:, 0].tolist()]
 
 
 def pick(params: Params, at: Tensor) -> Params:
