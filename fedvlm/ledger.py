@@ -15,7 +15,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -116,6 +116,12 @@ def content(frame: bytes) -> Content:
         given = [(k, v) for k, v in about.items() if k != "__metadata__" and isinstance(v, dict)]
         tensors = [build(Tensor, {"name": k, "shape": v["shape"], "dtype": v["dtype"]}) for k, v in given]
     return Content(tensors, len(frame), hashlib.sha256(frame).hexdigest())
+
+
+def line_of(frame: bytes, sent: Sent) -> Sent:
+    """A line with what the message's bytes say of themselves."""
+    about = content(frame)
+    return replace(sent, tensors=about.tensors, bytes=about.bytes, sha256=about.sha256)
 
 
 class Ledger:

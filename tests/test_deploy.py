@@ -23,6 +23,7 @@ from fedvlm.deploy import agent, hub, site
 from fedvlm.deploy.admin import run_name
 from fedvlm.deploy.links import Links
 from fedvlm.deploy.plan import Agreed, Plan, packed
+from fedvlm.engines import wire
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.wire import Header, octets, pack, unpack
 from fedvlm.errors import FedvlmError
@@ -119,7 +120,7 @@ class Sites:
 def federation(images, tmp_path, monkeypatch, request):
     monkeypatch.setattr(site, "only_server", lambda: None)
     if "processes" not in request.node.name:
-        monkeypatch.setattr(site, "Agent", InProcess)
+        monkeypatch.setattr(site, "AgentProcess", InProcess)
     made: list[Sites] = []
 
     def make(**keys) -> Sites:
@@ -363,7 +364,7 @@ class Slow(InProcess):
 
 def test_large_messages_go_in_parts_and_lost_ones_are_repeated(monkeypatch, tmp_path):
     monkeypatch.setattr(site, "only_server", lambda: None)
-    monkeypatch.setattr(site, "Agent", Slow)
+    monkeypatch.setattr(site, "AgentProcess", Slow)
     for module in (site, "fedvlm.deploy.links"):
         monkeypatch.setattr(module, "PART", 1000) if module is site else monkeypatch.setattr(f"{module}.PART", 1000)
     monkeypatch.setattr("fedvlm.deploy.links.PAUSE", 0.01)
@@ -407,3 +408,23 @@ def test_a_site_that_asks_for_privacy_does_not_train_without_it(federation, monk
     assert not begun.error
     refused = unpack(one.answer(pack(Header("train", 1, 1, 3), {})))[0]
     assert "differential privacy" in refused.error
+
+
+def test_a_site_that_is_not_there_may_come_and_one_that_is_refused_may_not(federation):
+    sites = federation(rules={"openmoji": "counts: true\n", "twemoji": "methods: [fedclip]\n"})
+    run = sites.play(sites.plan("fedavg", unseen=[], quorum=0.3), only=("openmoji", "twemoji"))
+    assert run.rounds()[-1]["missing"] == ["noto", "twemoji"]
+    assert sites.status.left_out == {"twemoji"}  # noto is brought in when it is back
+
+
+def test_rules_that_became_stricter_hold_for_a_new_process(federation):
+    sites = federation()
+    plan = sites.plan("fedavg")
+    sites.play(plan)
+    home = sites.place / "twemoji"
+    (home / "site.yaml").write_text("methods: [fedclip]\n")
+    about = json.loads((home / "site.json").read_text()) | {"rules": str(home / "site.yaml")}
+    (home / "site.json").write_text(json.dumps(about))
+    frame = wire.pack(wire.Header("score", 1), {})
+    answer = wire.unpack(agent.Agent(home, plan.name).answer(frame))[0]
+    assert "this site's rules allow no method fedavg" in answer.error

@@ -123,3 +123,72 @@ def test_a_second_join_changes_nothing_of_the_first(tmp_path, monkeypatch, image
     with start.alone(Path("kits/north")):
         assert main([*join[:2], "data=emoji", "home=home"]) == 1
     assert "another process runs this kit" in capsys.readouterr().err and Path("home/site.json").read_bytes() == before
+
+
+class Server:
+    """NVFlare's session with a server that is killed once, and then lists its former job as running for ever."""
+
+    def __init__(self):
+        self.submitted, self.looks = [], 0
+
+    def get_system_info(self):
+        return SimpleNamespace(job_info=[])
+
+    def list_jobs(self):
+        return [{"job_id": j, "job_name": "the run", "status": "RUNNING"} for j in self.submitted]
+
+    def submit_job(self, folder):
+        self.submitted.append(f"job {len(self.submitted)}")
+        return self.submitted[-1]
+
+    def get_job_meta(self, job):
+        self.looks += 1
+        if self.looks == 1:
+            raise ConnectionError
+        return {"status": "FINISHED:COMPLETED" if job == "job 1" else "RUNNING"}
+
+    def do_app_command(self, job, topic, asked):
+        return {"run": "", "encoding": {"north": "30 60", "south": "a b", "west": "1"}}
+
+    def get_connected_client_list(self):
+        return []
+
+    def download_job_result(self, job, place):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    made = Server()
+    monkeypatch.setattr(admin, "session", lambda kit: contextlib.nullcontext((made, None)))
+    monkeypatch.setattr(admin, "write_job", lambda folder, plan: None)
+    monkeypatch.setattr(admin, "TICK", 0.01)
+    return made
+
+
+def follower_of(folder: Path) -> admin.Follower:
+    return admin.Follower("", SimpleNamespace(name="the run", federation="hearts", sites=["north"]), folder, print)  # type: ignore[arg-type]
+
+
+def test_a_run_is_followed_beyond_the_death_of_its_server(server, tmp_path, capsys):
+    assert follower_of(tmp_path).job() == admin.Followed("FINISHED:COMPLETED", "")
+    assert server.submitted == ["job 0", "job 1"]  # the first is listed as running, and runs no more
+    assert "the server does not answer (ConnectionError); waiting for it" in capsys.readouterr().err
+
+
+def test_an_error_of_this_machine_is_told_and_not_waited_out(server, tmp_path, monkeypatch):
+    def full(follower, flare, job):
+        raise FedvlmError("the disk is full")
+
+    monkeypatch.setattr(admin.Follower, "news", full)
+    server.looks, server.submitted = 1, []
+    with pytest.raises(FedvlmError, match="the disk is full"):
+        follower_of(tmp_path).job()
+
+
+def test_what_sites_encode_is_told(server, tmp_path, capsys):
+    follower = follower_of(tmp_path)
+    assert follower.news(server, "job 0") == ""
+    follower.news(server, "job 0")
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("north encodes its data: 50 %") == 1 and "south" not in told.out + told.err

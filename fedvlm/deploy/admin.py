@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 
 from fedvlm import console, files, trust
 from fedvlm.config import Setup
-from fedvlm.deploy.plan import Plan
-from fedvlm.deploy.status import session
+from fedvlm.deploy.plan import FETCHED, LEFT_OUT, ROUNDS, Plan
+from fedvlm.deploy.status import WAITING, Unreachable, session
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.machine import runs_home
@@ -28,8 +28,6 @@ from fedvlm.names import file_name
 from fedvlm.records import RoundRecord, RunRecord
 
 TICK = 1.0  # seconds between two looks at a job
-# as in deploy/hub.py, which needs torch
-ROUNDS, FETCHED, LEFT_OUT = "fedvlm.rounds", "fedvlm", "does not take part"
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before it is submitted anew
 JOBS = 20  # for one run, at most
 LOST = 600.0  # seconds that the server may be away
@@ -121,6 +119,7 @@ class Follower:
         self.kit, self.plan, self.folder, self.on_round = kit, plan, folder, on_round
         self.seen, self.lines = 0, 0  # rounds and lines of a job that were told
         self.told: set[str] = set()
+        self.heard = 0.0  # time.monotonic() when the server last answered
         self.missing: dict[str, float] = {}  # connected sites that are not in the job, and since when
         self.silent: set[str] = set()  # sites that did not answer the server's last call
         self.left_out: set[str] = set()  # sites that do not take part, for a reason
@@ -130,26 +129,27 @@ class Follower:
         return RunFolder(self.folder)
 
     def job(self) -> Followed:
-        """One job, from its submission to its end; one that already runs is followed."""
-        lost = 0.0
-        job = ""
+        """One job, from its submission to its end; one that already runs is followed. A server that was killed and is back
+        lists its former job as running for ever, so that only jobs that really run count."""
+        self.heard = time.monotonic()
+        waits = False
         while True:
             try:
                 with session(self.kit) as (flare, _):
-                    lost = 0.0
-                    job = job or running(flare, self.plan.name) or self.submit(flare)
-                    return self.follow(flare, job)
-            except (FedvlmError, ConnectionGone) as error:
-                now = time.monotonic()
-                lost = lost or now
-                if now - lost > LOST:
+                    return self.follow(flare, running(flare, self.plan.name) or self.submit(flare))
+            except (Unreachable, ConnectionGone) as error:
+                if time.monotonic() - self.heard > LOST:
                     raise FedvlmError(f"{error}; the same command follows the run when the server is back") from error
+                if not waits:
+                    console.warn(f"{error}; waiting for it, up to {LOST / 60:.0f} minutes")
+                waits = True
                 time.sleep(3 * TICK)
 
     def submit(self, flare: Any) -> str:
         with tempfile.TemporaryDirectory() as place:
             write_job(Path(place) / "job", self.plan)
-            job = str(flare.submit_job(str(Path(place) / "job")))
+            with flare_errors():
+                job = str(flare.submit_job(str(Path(place) / "job")))
         console.note(f"{self.plan.name}: submitted to {self.plan.federation}; Ctrl-C leaves it running")
         self.missing, self.lines = {}, 0
         return job
@@ -158,14 +158,16 @@ class Follower:
         while True:
             with flare_errors():
                 meta = flare.get_job_meta(job) or {}
+            self.heard = time.monotonic()
             state = str(meta.get("status", "")).upper()
             if any(word in state for word in ENDED):
                 return self.fetch(flare, job, state)
             if "RUNNING" in state:
                 error = self.news(flare, job)
-                if not error and self.someone_is_missing(flare, job):
+                if not error and self.someone_is_missing(flare):
                     with flare_errors():
                         flare.abort_job(job)
+                    self.missing = {}
             time.sleep(TICK)
 
     def news(self, flare: Any, job: str) -> str:
@@ -175,16 +177,20 @@ class Follower:
         except Exception:  # the job starts or ends just now
             return ""
         self.silent, self.left_out = set(told.get("silent", [])), set(told.get("left_out", []))
+        encoding = {str(k): str(v).split() for k, v in told.get("encoding", {}).items()}
+        tenths = {k: 10 * int(v[0]) // max(1, int(v[1])) for k, v in encoding.items() if numbers(v)}
+        self.tell([f"{k} encodes its data: {10 * n} %" for k, n in tenths.items()], console.note)
         self.tell([str(line) for line in told.get("said", [])])
         self.lines += len(told.get("said", []))
         if told.get("run"):
             self.mirror(str(told["run"]), [cast(RoundRecord, r) for r in told.get("rounds", [])])
         return str(told.get("error", ""))
 
-    def tell(self, lines: list[str]) -> None:
+    def tell(self, lines: list[str], say: Callable[[str], None] = console.warn) -> None:
+        """Each line once."""
         for line in lines:
             if line not in self.told:
-                console.warn(line)
+                say(line)
         self.told |= {*lines}
 
     def mirror(self, record: str, rounds: list[RoundRecord]) -> None:
@@ -198,7 +204,7 @@ class Follower:
             self.seen = one["round"] + 1
             self.on_round(one)
 
-    def someone_is_missing(self, flare: Any, job: str) -> bool:
+    def someone_is_missing(self, flare: Any) -> bool:
         """Whether a site is connected that has not been in the job for a while: it came late, or was started anew."""
         with flare_errors():
             here = set(connected(flare))
@@ -227,6 +233,11 @@ class Follower:
             return Followed(state, failed[0].read_text(encoding="utf-8") if failed else "")
 
 
+def numbers(words: list[str]) -> bool:
+    """Whether a site's progress is what it should be: done and total."""
+    return len(words) == 2 and all(w.isdecimal() and w.isascii() for w in words)
+
+
 def left_out(log: Path) -> list[str]:
     """Who did not take part, and why, without the time."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
@@ -253,7 +264,7 @@ def running(flare: Any, name: str) -> str:
     with flare_errors():
         active = {str(j.job_id) for j in flare.get_system_info().job_info}
         jobs = [j for j in flare.list_jobs() if j.get("job_name") == name]
-    return next((str(j["job_id"]) for j in jobs if j["job_id"] in active or j["status"] == "SUBMITTED"), "")
+    return next((str(j["job_id"]) for j in jobs if j["job_id"] in active or j["status"] in WAITING), "")
 
 
 def write_job(folder: Path, plan: Plan) -> None:

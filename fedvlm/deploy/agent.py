@@ -7,10 +7,8 @@ What leaves is checked against the site's own rules (rules.py) and written down 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
-import secrets
 import sys
 import threading
 from dataclasses import asdict, dataclass, replace
@@ -25,17 +23,30 @@ from fedvlm.core import Params, State
 from fedvlm.data.federation import own_data
 from fedvlm.data.pool import Pool, assemble, task_of
 from fedvlm.data.source import Source, open_source
-from fedvlm.deploy.plan import BEGIN, FINISH, LOOK, Agreed, Hello, Plan, Ready, code_fingerprint, packed, unpacked
+from fedvlm.deploy.plan import (
+    BEGIN,
+    FINISH,
+    LOOK,
+    Agreed,
+    Hello,
+    Plan,
+    Ready,
+    code_fingerprint,
+    packed,
+    text_of,
+    unpacked,
+)
 from fedvlm.deploy.rules import Rules
+from fedvlm.deploy.secret import secret
 from fedvlm.engines.wire import Channel, Header, pack, receive, send, unpack
 from fedvlm.engines.worker import Client, ClientRecord, end_with, write_folder
-from fedvlm.errors import FedvlmError
+from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.method import Method
 from fedvlm.names import file_name
 from fedvlm.records import RunRecord, build, parsed, read_text
 
-SITE, SECRET, PROGRESS = "site.json", "secret", "progress"
+SITE, PROGRESS = "site.json", "progress"
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,8 @@ class Agent:
             if header.step == FINISH:
                 return self.told(header, self.finish(header, parts))
             self.rules.check_step(header.step)
-            if self.client is None:
+            if self.client is None:  # a new process: the rules may have changed since the run began
+                self.check(self.plan().setup())
                 self.client = Client(self.place)
             self.rules.check_privacy(header.step, self.client.method.privacy is not None)
             done = Header(ticket=header.ticket, ledger=str(self.ledger.head))
@@ -101,10 +113,8 @@ class Agent:
         """An answer of the site itself, in the ledger."""
         done = Header(ticket=asked.ticket, error=error, ledger=str(self.ledger.head))
         frame = pack(done, parts)
-        about = ledger.content(frame)
-        line = ledger.Sent(self.folder.name, self.about.site, asked.step, asked.round, asked.exchange)
-        line = replace(line, tensors=about.tensors, bytes=about.bytes, sha256=about.sha256, refused=error)
-        self.ledger.append(line)
+        line = ledger.Sent(self.folder.name, self.about.site, asked.step, asked.round, asked.exchange, refused=error)
+        self.ledger.append(ledger.line_of(frame, line))
         return frame
 
     def look(self, plan: Plan) -> Hello:
@@ -118,7 +128,7 @@ class Agent:
                 f"({plan.code}); install the same version everywhere"
             )
         setup = plan.setup()
-        self.rules.check_plan(plan, setup.config, setup.merge.reveals)
+        self.check(setup)
         source, setup = self.source(setup), self.own_setup(setup)
         if source.task_type is not setup.adapter.task_type:
             raise FedvlmError(f"the data here are {source.task_type.description}, and the run learns something else")
@@ -127,9 +137,17 @@ class Agent:
         mark = "none" if setup.adapter.view == "text" else self.backbone.fingerprint
         return Hello(fedvlm.__version__, code_fingerprint(), mark, list(source.classes), source.task_type.description)
 
+    def plan(self) -> Plan:
+        """As it was told with look."""
+        return build(Plan, parsed(read_text(self.folder / "plan.json")))
+
+    def check(self, setup: Setup) -> None:
+        """An error where this site's rules do not allow such a run."""
+        self.rules.check_run(setup.method.name, setup.parts["merge"].name, setup.config, setup.merge.reveals)
+
     def begin(self, agreed: Agreed) -> Ready:
-        """Encodes and splits the site's own data, unless that was done for this very run before."""
-        plan = build(Plan, parsed(read_text(self.folder / "plan.json")))
+        """Encodes and splits the site's own data; features are stored, so that a second time is quick."""
+        plan = self.plan()
         setup = plan.setup()
         self.rules.check_cohort(agreed)
         own = self.own_setup(setup)
@@ -152,7 +170,7 @@ class Agent:
             backbone=self.about.backbone,
             threads=own.config.threads,
             privacy=agreed.privacy,
-            secret=self.secret(f"noise {agreed.identity}").hex(),
+            secret=secret(self.home, f"noise {agreed.identity}").hex(),
             ledger=str(self.home / ledger.SENT),
             withheld=not self.rules.counts,
             secure=own.config.secure,
@@ -166,7 +184,10 @@ class Agent:
 
     def finish(self, header: Header, parts: dict[str, Params]) -> dict[str, Params]:
         """The finished run with the shared model, so that this site can use it with its own private part."""
-        record = unpacked(RunRecord, parts)
+        try:
+            record = RunRecord.from_json(text_of(parts))
+        except ValueError as error:
+            raise BadMessage(f"the finished run is not readable: {error}") from error
         config = record.config | {"data": self.about.data, "backbone": self.about.backbone}
         files.write(self.folder / "run.json", replace(record, config=config).to_json())
         state = {kind: parts.get(f"state-{kind}", {}) for kind in State._fields}
@@ -192,16 +213,9 @@ class Agent:
         shown = (done, total) if self.rules.counts else (100 * done // max(1, total), 100)
         files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}")
 
-    def secret(self, purpose: str) -> bytes:
-        """Random bytes that never leave this machine, different for each purpose and always the same."""
-        path = self.home / SECRET
-        if not path.exists():
-            files.write(path, secrets.token_bytes(32), private=True, sync=True)
-        return hmac.digest(path.read_bytes(), purpose.encode(), "sha256")
-
     def mark(self, pool: Pool) -> str:
         """Of the site's data: nobody who has the same images can recognise it."""
-        return hashlib.sha256(self.secret("mark") + pool.fingerprint.encode()).hexdigest()[:16]
+        return hashlib.sha256(secret(self.home, "mark") + pool.fingerprint.encode()).hexdigest()[:16]
 
 
 def serve(agent: Agent, requests: Channel, replies: Channel) -> None:

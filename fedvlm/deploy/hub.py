@@ -32,7 +32,21 @@ from fedvlm.data.pool import Pool, task_of, with_nouns
 from fedvlm.data.source import Source
 from fedvlm.data.text import ALPHABET
 from fedvlm.deploy.links import Links
-from fedvlm.deploy.plan import BEGIN, FINISH, LOOK, Agreed, Hello, Plan, Ready, packed, unpacked
+from fedvlm.deploy.plan import (
+    BEGIN,
+    FETCHED,
+    FINISH,
+    LEFT_OUT,
+    LOOK,
+    ROUNDS,
+    Agreed,
+    Hello,
+    Plan,
+    Ready,
+    packed,
+    unpacked,
+)
+from fedvlm.deploy.secret import secret
 from fedvlm.engines import nvflare as engine
 from fedvlm.engines.remote import Silence
 from fedvlm.engines.wire import Header, pack, unpack
@@ -45,12 +59,9 @@ from fedvlm.train import built, train_on
 HOME = "FEDVLM_HOME"  # the server's, set by `fedvlm serve`
 BACKBONE = "FEDVLM_BACKBONE"  # its own copy of the backbone, if given there
 SITES = "sites.json"  # in a run's folder: what each site said when it began
-LEFT_OUT = "does not take part"  # as in deploy/admin.py
 MOST = 1 << 24  # bytes of an answer to look or begin
 MARK = 64  # characters of a site's mark
 ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
-ROUNDS = "fedvlm.rounds"  # a question of who started the run: the records since then
-FETCHED = "fedvlm"  # the folder in the job's workspace that is fetched at the end
 
 Answer = TypeVar("Answer", Hello, Ready)
 
@@ -100,7 +111,7 @@ class Status:
 
     def __init__(self, folder: Path):
         self.folder, self.error, self.said = folder, "", list[str]()
-        self.left_out: set[str] = set()
+        self.left_out: set[str] = set()  # for a reason that another job would not change
         self.links: Links | None = None
 
     def say(self, text: str) -> None:
@@ -114,7 +125,8 @@ class Status:
         rounds = [r for r in run.rounds() if r["round"] >= since] if record else []
         silent = [name for name, why in self.links.trouble.items() if why] if self.links else []
         found: dict[str, object] = {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
-        return found | {"left_out": sorted(self.left_out), "silent": sorted(silent)}
+        encoding = {k: v for k, v in self.links.progress.items() if v} if self.links else {}
+        return found | {"left_out": sorted(self.left_out), "silent": sorted(silent), "encoding": encoding}
 
 
 class Play:
@@ -132,8 +144,8 @@ class Play:
         federation = self.federation(pool, ready)
         method = built(self.setup, pool, federation)
         if method.privacy:
-            secret = server_secret(self.folder.parent.parent, identity(self.setup, pool))
-            method = replace(method, privacy=replace(method.privacy, secret=secret))
+            own = secret(self.folder.parent.parent, identity(self.setup, pool))
+            method = replace(method, privacy=replace(method.privacy, secret=own))
             assert method.privacy
             self.begin({name: hellos[name] for name in ready}, pool, method.privacy.plain())
         run = RunFolder.start(self.folder, self.setup, pool, federation)
@@ -242,10 +254,11 @@ class Play:
     def ask(self, step: str, parts: dict[str, Any], kind: type[Answer], seconds: float) -> dict[str, Answer]:
         found: dict[str, Answer] = {}
         for name, answer in self.ask_raw(step, parts, seconds).items():
+            if isinstance(answer, Silence):  # it may come, or come back
+                trouble = self.links.trouble.get(name)
+                self.leave_out(name, f"{answer} ({trouble})" if trouble else answer.value, for_good=False)
+                continue
             try:
-                if isinstance(answer, Silence):
-                    trouble = self.links.trouble.get(name)
-                    raise BadMessage(f"{answer} ({trouble})" if trouble else answer.value)
                 header, content = unpack(answer)
                 self.heard.append(Heard(name, step, 0, answer))
                 if header.error:
@@ -261,10 +274,11 @@ class Play:
         frames = {n: pack(Header(step, round, 0, ticket), p) for n, p in parts.items()}
         return self.links.exchange(frames, dict.fromkeys(frames, MOST), ticket, seconds, 1.0, seconds)
 
-    def leave_out(self, name: str, reason: str) -> None:
+    def leave_out(self, name: str, reason: str, for_good: bool = True) -> None:
         text = f"{name} {LEFT_OUT}: {printable(reason, 300)}"
         self.status.say(text)
-        self.status.left_out.add(name)
+        if for_good:
+            self.status.left_out.add(name)
         files.private_folder(self.folder)  # the run itself may not have begun
         RunFolder(self.folder).log(text)
 
@@ -277,10 +291,9 @@ class Play:
         files.write(self.folder / SITES, json.dumps(self.known() | {n: r.mark for n, r in ready.items()}))
         received = ledger.Ledger(self.folder / ledger.RECEIVED, sync=False)
         for name, step, round, frame in self.heard:
-            about, header = ledger.content(frame), unpack(frame)[0]
+            header = unpack(frame)[0]
             line = ledger.Sent(run.name, name, step, round, direction="received", refused=printable(header.error))
-            line = replace(line, tensors=about.tensors, bytes=about.bytes, sha256=about.sha256)
-            received.append(replace(line, site_head=ledger.Head.parse(header.ledger)))
+            received.append(ledger.line_of(frame, replace(line, site_head=ledger.Head.parse(header.ledger))))
         self.heard = []
 
     @property
@@ -304,14 +317,3 @@ def server_backbone(setup: Setup) -> Backbone:
             f"backbone={name}: start the server with `fedvlm serve KIT backbone={name}`, if it may use that"
         )
     return backbones.load(name)
-
-
-def server_secret(home: Path, purpose: str) -> bytes:
-    """Random bytes that never leave the server: whoever knows them could subtract the noise."""
-    import hmac
-    import secrets
-
-    path = home / "secret"
-    if not path.exists():
-        files.write(path, secrets.token_bytes(32), private=True, sync=True)
-    return hmac.digest(path.read_bytes(), purpose.encode(), "sha256")

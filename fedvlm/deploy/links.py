@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.deploy.site import DIED, DONE, LATE, LOG, PART, UNKNOWN
+from fedvlm.deploy.site import DIED, DONE, LATE, LOG, PART, UNKNOWN, WORKING
 from fedvlm.engines.remote import Silence
 from fedvlm.names import printable
 
@@ -20,8 +19,6 @@ PING = 3.0  # seconds for a site that was silent before
 PAUSE = 1.0  # seconds before a lost call is repeated
 BREATH = 0.05  # seconds before a site is asked again that has no answer yet
 AT_ONCE = 3  # parts of a large message that are under way to or from one site
-
-Call = Callable[..., Any]
 
 
 class Links:
@@ -33,7 +30,6 @@ class Links:
         self.busy: dict[str, Future[bytes | Silence]] = {}
         self.progress: dict[str, str] = {}  # of sites that are encoding
         self.trouble: dict[str, str] = {}  # why the last call to a site failed
-        self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(max(1, len(sites)), initializer=set_context)
 
     def exchange(
@@ -83,7 +79,7 @@ class Links:
                 continue
             state = answer.get("state")
             delivered = state != UNKNOWN
-            self.progress[name] = str(answer.get("progress", ""))[:100]
+            self.progress[name] = str(answer.get("progress", ""))[:100] if state == WORKING else ""
             if state == DONE:
                 whole = self.fetched(name, answer, limit, ticket)
                 if whole is not None:

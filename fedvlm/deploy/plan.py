@@ -27,6 +27,9 @@ from fedvlm.records import Value as Value  # Settings are made of it, which `bui
 LOOK, BEGIN, FINISH = "look", "begin", "finish"  # requests beside the steps
 JSON = "json"  # the part of a frame that holds one of these
 LONGEST = 1 << 24  # bytes of such a text
+ROUNDS = "fedvlm.rounds"  # a question of who started the run to the server: the records since then
+FETCHED = "fedvlm"  # the folder in a job's workspace that is fetched at the end
+LEFT_OUT = "does not take part"  # in lines of a run's log, behind the name of a site
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,18 @@ def packed(record: Plan | Hello | Agreed | Ready | RunRecord) -> dict[str, Param
 
 def unpacked(kind: type[Record], found: dict[str, Params]) -> Record:
     """The record in a frame; BadMessage where there is none."""
-    text = found.get(JSON, {}).get("text")
-    if text is None or text.dtype != torch.uint8 or text.numel() > LONGEST:
-        raise BadMessage(f"there is no {kind.__name__.lower()} in a message")
     try:
-        return build(kind, parsed(text.numpy().tobytes().decode()))
+        return build(kind, parsed(text_of(found)))
     except ValueError as error:
         raise BadMessage(f"a {kind.__name__.lower()} is not readable: {error}") from error
+
+
+def text_of(found: dict[str, Params]) -> str:
+    """The JSON in a frame."""
+    text = found.get(JSON, {}).get("text")
+    if text is None or text.dtype != torch.uint8 or text.numel() > LONGEST:
+        raise BadMessage("there is no record in a message")
+    return text.numpy().tobytes().decode(errors="replace")
 
 
 def refuse_own(chosen: dict[str, PartRecord]) -> None:

@@ -12,7 +12,7 @@ from fedvlm.records import build
 
 if TYPE_CHECKING:
     from fedvlm.config import Config
-    from fedvlm.deploy.plan import Agreed, Plan
+    from fedvlm.deploy.plan import Agreed
 
 STEPS = ("train", "validate", "score", "diagnose", "secure.*")
 
@@ -43,9 +43,9 @@ class Rules:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise FedvlmError(f"rules={path}: {error}") from error
 
-    def check_plan(self, plan: Plan, config: Config, reveals: str) -> None:
+    def check_run(self, method: str, merge: str, config: Config, reveals: str) -> None:
         """An error where this site does not take part in such a run."""
-        for words, name, what in ((self.methods, plan.method.name, "method"), (self.merges, plan.merge.name, "merge")):
+        for words, name, what in ((self.methods, method, "method"), (self.merges, merge, "merge")):
             if not any(fnmatch(name, w) for w in words):
                 raise FedvlmError(f"this site's rules allow no {what} {name}, only {', '.join(words)}")
         if reveals and not self.reveals:

@@ -58,7 +58,7 @@ class Site:
         self.coming = Coming(-1, 0)
         self.frame: bytes | bytearray | None = None  # of the request under way, until the agent begins to answer
         self.reply: bytes | None = None
-        self.agent: Agent | None = None
+        self.agent: AgentProcess | None = None
 
     @collab.init  # type: ignore[untyped-decorator]
     def open(self) -> None:
@@ -138,17 +138,17 @@ class Site:
         if again and self.agent:
             self.agent.kill()
         if self.agent is None or self.agent.ended:
-            self.agent = Agent(self.home, run, self.begins, self.answered)
+            self.agent = AgentProcess(self.home, run, self.begins, self.answered)
         self.starts += 1
         self.agent.post(self.ticket, self.frame or b"")
 
-    def begins(self, agent: Agent, ticket: int) -> None:
+    def begins(self, agent: AgentProcess, ticket: int) -> None:
         """Called by the agent's thread when an answer begins: memory for request and answer is not needed together."""
         with self.changed:
             if agent is self.agent and ticket == self.ticket:
                 self.frame = None
 
-    def answered(self, agent: Agent, ticket: int, reply: bytes | None) -> None:
+    def answered(self, agent: AgentProcess, ticket: int, reply: bytes | None) -> None:
         """Called by the agent's thread with an answer, and with None when the agent ended."""
         with self.changed:
             if reply is not None and agent is self.agent and ticket == self.ticket:
@@ -169,7 +169,7 @@ class Coming:
         self.ticket, self.data, self.missing = ticket, bytearray(size), set(range(-(-size // PART)))
 
 
-class Agent:
+class AgentProcess:
     """The process that holds this site's data for a run (deploy/agent.py)."""
 
     def __init__(self, home: Path, run: str, begins: Any, answered: Any):

@@ -17,6 +17,10 @@ LOGIN_SECONDS = 15.0
 WAITING = ("SUBMITTED", "APPROVED", "DISPATCHED")
 
 
+class Unreachable(FedvlmError):
+    """The server does not answer, or not yet."""
+
+
 class Site(NamedTuple):
     name: str
     heard: float  # time.time() of its last sign of life
@@ -44,13 +48,13 @@ def session(kit: str) -> Iterator[tuple[Any, About]]:
     api = nvflare("fuel.flare_api.flare_api")
     where = f"the server of {about.federation} at {about.host}:{about.port}"
     if not reachable(about):
-        raise FedvlmError(f"{where} does not answer; is `fedvlm serve` running there, and the port open?")
+        raise Unreachable(f"{where} does not answer; is `fedvlm serve` running there, and the port open?")
     logging.getLogger("nvflare").setLevel(logging.CRITICAL)  # what goes wrong is told below
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             opened = api.new_secure_session(USER, str(folder), timeout=LOGIN_SECONDS)
     except Exception as error:  # NVFlare raises its own kinds and the system's
-        raise FedvlmError(
+        raise Unreachable(
             f"{where} does not let us in ({type(error).__name__}); is {kit} a kit of this one?"
         ) from error
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import partial
 
 import numpy as np
 import torch
@@ -90,9 +89,12 @@ class Remote(Engine):
         parameters = server.draw(
             [int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit, fingerprint(message)
         )
-        refuse = partial(self.guard.offence, round=round)
         total = server.aggregate(
-            parameters, wanted.plan.length, wanted.plan.dtype, ask, lambda client, reason: refuse(client, reason=reason)
+            parameters,
+            wanted.plan.length,
+            wanted.plan.dtype,
+            ask,
+            lambda client, reason: self.guard.offence(client, round, reason),
         )
         return Summed(total.sum, np.array(total.ids))
 
@@ -121,24 +123,20 @@ class Remote(Engine):
 
     def note(self, client: int, answer: bytes, header: Header, asked: Header) -> None:
         """Writes down what came."""
-        about = ledger.content(answer)
         line = ledger.Sent(
-            run=self.run_name,
-            site=self.names[client],
-            step=asked.step,
-            round=asked.round,
-            exchange=asked.exchange,
+            self.run_name,
+            self.names[client],
+            asked.step,
+            asked.round,
+            asked.exchange,
             direction="received",
-            tensors=about.tensors,
-            bytes=about.bytes,
-            sha256=about.sha256,
             refused=printable(header.error),
             site_head=ledger.Head.parse(header.ledger),
             clipped=header.clipped,
             noised=header.noised,
             masked=header.masked,
         )
-        self.received.append(line)
+        self.received.append(ledger.line_of(answer, line))
 
     def limits(self, step: str, ids: np.ndarray, message: Message) -> dict[int, int]:
         """Bytes that each client's reply may have."""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -206,9 +206,8 @@ class Client:
         from fedvlm.secure import client
 
         if kind == "keys":
-            if (
-                header.round <= self.last_opened()
-            ):  # two sums of one round may differ by one client, and tell its update
+            # two sums of one round may differ by one client, and then tell its update
+            if header.round <= self.last_opened():
                 raise BadMessage(f"has helped to open a sum of round {header.round} before")
             self.secure = client.Client(self.about.id, self.about.smallest)
         if self.secure is None:
@@ -242,23 +241,9 @@ class Client:
 
     def noted(self, asked: Header, done: Header, frame: bytes) -> bytes:
         """The frame, once it is in the ledger."""
-        about = ledger.content(frame)
-        self.ledger.append(
-            ledger.Sent(
-                run=self.about.run,
-                site=self.about.name,
-                step=asked.step,
-                round=asked.round,
-                exchange=asked.exchange,
-                tensors=about.tensors,
-                bytes=about.bytes,
-                sha256=about.sha256,
-                refused=done.error,
-                clipped=done.clipped,
-                noised=done.noised,
-                masked=done.masked,
-            )
-        )
+        line = ledger.Sent(self.about.run, self.about.name, asked.step, asked.round, asked.exchange, refused=done.error)
+        line = replace(line, clipped=done.clipped, noised=done.noised, masked=done.masked)
+        self.ledger.append(ledger.line_of(frame, line))
         return frame
 
 
