@@ -30,6 +30,7 @@ Params = dict[str, Tensor]  # flat, so that a safetensors file can hold it
 Note = float | str | dict[int, float] | list[int]  # what is recorded of a round: a number, a word, or by client
 
 SPLITS = ("train", "val", "test")
+EFFECT = "effect."  # prefix of what a local rule tells of its mechanism (Local.effects) among a reply's values
 WINDOW = 64  # steps planned ahead: one large client among many small ones must not cost memory for all
 
 
@@ -245,6 +246,8 @@ class Cohort:
     bytes_up: int = 0
     exchange: int = 0
     notes: dict[str, Note] = field(default_factory=dict)  # goes into the round's record
+    # what the mechanisms of local rule and merge did, by name (their `effects`), a list over clients each
+    effects: dict[str, list[float]] = field(default_factory=dict)
 
     def stream(self, step: str, message: Message) -> Iterator[Reply]:
         """Replies a few clients at a time, so that memory does not grow with the cohort."""
@@ -256,8 +259,14 @@ class Cohort:
         answered = 0
         for reply in self.guard.accepted(replies, step, message, self.round) if self.guard else replies:
             answered += len(reply.ids)
+            for name in (k for k in reply.values if k.startswith(EFFECT)):
+                self.effects.setdefault(name.removeprefix(EFFECT), []).extend(reply.values[name].tolist())
             yield reply
         self._end_exchange(answered)
+
+    def acted(self, **effects: float) -> None:
+        """What a merge did in this round, by the names of its `effects`."""
+        self.effects |= {name: [value] for name, value in effects.items()}
 
     def sums(self, merge: Merge, model: Model, message: Message) -> Params:
         """Has the clients train; the sums over them of the merge's `summands`, and nothing of single clients."""

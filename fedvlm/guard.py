@@ -3,7 +3,7 @@ from a client that offended in three rounds. Every engine's replies pass through
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ LONGEST_REST = 8  # rounds
 FAR = 300  # an update of more than so many medians is refused; the longest honest one had 79 (docs/robustness.md)
 HELD_BYTES, HELD_CLIENTS = 256 << 20, 8  # replies that are held back until the median length of updates is known
 SLACK = 1e-4  # of a limit, for sums in float32
+NEARLY = 0.99  # of the bound: from there on, lengths are measured in float64
 TEXT = 300  # characters of a reason that came from a client
 
 
@@ -34,7 +35,7 @@ class Offence(NamedTuple):
 
 class Measured(NamedTuple):
     reply: Reply
-    lengths: Tensor  # of updates, [clients, 2]
+    lengths: Tensor  # of updates, [clients, 2], summed in float32
 
 
 class Guard:
@@ -158,8 +159,10 @@ class Guard:
             if name in schema.ragged:
                 too_long = declared[:, 0] < value.shape[1]
                 found += told(ids, too_long, f"sent more {name} than the examples it declared")
-            found += told(ids, ~finite(value), f"sent {name} with numbers that are not finite")
-            found += told(ids, out_of_range(value, field, declared), f"sent {name} out of its range")
+            wrong = out_of_range(value, field, declared)
+            if wrong.any():
+                found += told(ids, ~finite(value), f"sent {name} with numbers that are not finite")
+                found += told(ids, wrong, f"sent {name} out of its range")
         return found, lengths
 
     def _with_bounded_updates(
@@ -174,30 +177,35 @@ class Guard:
             held.append(one)
             clients, size = clients + len(one.reply.ids), size + one.reply.nbytes
             if median is None and clients >= HELD_CLIENTS and size > HELD_BYTES:
-                median = medians(held)
+                median = medians([exact(early, schema, sent) for early in held])
             if median is not None:
                 for early in held:
                     yield from self._bounded(early, median, schema, sent, round)
                 held = []
-        if held:
-            median = medians(held) if median is None else median
-            for one in held:
-                yield from self._bounded(one, median, schema, sent, round)
+        if held and median is None:
+            median = medians(held)
+            if any((excess(one, median) > NEARLY * self.bound).any() for one in held):
+                held = [exact(one, schema, sent) for one in held]
+                median = medians(held)
+        for one in held:
+            assert median is not None
+            yield from self._bounded(one, median, schema, sent, round)
 
     def _bounded(self, one: Measured, median: Tensor, schema: Schema, sent: Params, round: int) -> Iterator[Reply]:
         """The reply without updates that are far too long, and with those shortened that are too long."""
-        excess = (one.lengths / median).nan_to_num(0.0).amax(1)  # 0/0: nobody moved
-        if (excess <= self.bound).all():
+        if (excess(one, median) <= NEARLY * self.bound).all():
             yield one.reply
             return
+        one = exact(one, schema, sent)
+        times = excess(one, median)
         far = one.lengths[:, 0] > FAR * median[0]  # of the model itself: control variates may differ more
         for at in far.nonzero()[:, 0].tolist():
             reason = f"sent an update of {one.lengths[at, 0] / median[0]:.3g} times the round's median length"
             self.offence(int(one.reply.ids[at]), round, reason)
         near = (~far).nonzero()[:, 0]
         if len(near):
-            for at in ((excess > self.bound) & ~far).nonzero()[:, 0].tolist():
-                self.bounded[int(one.reply.ids[at])] = float(excess[at])
+            for at in ((times > self.bound) & ~far).nonzero()[:, 0].tolist():
+                self.bounded[int(one.reply.ids[at])] = float(times[at])
             yield self._shortened(*only(one, near), median, schema, sent)
 
     def _shortened(self, reply: Reply, lengths: Tensor, median: Tensor, schema: Schema, sent: Params) -> Reply:
@@ -227,34 +235,48 @@ def misshapen(params: Params, expected: dict[str, tuple[tuple[int, ...], torch.d
 
 
 def out_of_range(value: Tensor, field: Field, declared: Tensor) -> Tensor:
-    """Which clients' values are, [clients]. `declared` [clients, 3]: their examples."""
+    """Which clients' values are, or are not finite, [clients]. `declared` [clients, 3]: their examples."""
     flat = value.reshape(len(value), -1)
-    wrong = torch.zeros(len(value), dtype=torch.bool)
-    if field.whole:
-        wrong |= (flat != flat.round()).any(1)
-    if np.isinf(field.low) and np.isinf(field.high):
-        return wrong
-    if field.per == "split":  # the limits of each split, repeated over the other axes
-        counts = declared.repeat_interleave(flat.shape[1] // len(SPLITS), dim=1)
+    limits = [abs(x) for x in (field.low, field.high) if np.isfinite(x)]
+    slack = 0.0 if field.whole else SLACK * max([1.0, *limits])
+    largest = torch.finfo(value.dtype).max
+    low, high = max(field.low - slack, -largest), min(field.high + slack, largest)
+    if not field.per:
+        fits = (flat >= low) & (flat <= high)  # no comparison holds for NaN
     else:
-        counts = declared[:, [SPLITS.index(field.per)]] if field.per else torch.ones(len(value), 1)
-    slack = 0.0 if field.whole else SLACK * max(1.0, *(abs(x) for x in (field.low, field.high) if np.isfinite(x)))
-    low, high = (field.low - slack) * counts, (field.high + slack) * counts
-    nothing = counts == 0  # 0 × infinity
-    return wrong | ((flat < low.masked_fill(nothing, 0)) | (flat > high.masked_fill(nothing, 0))).any(1)
+        if field.per == "split":  # the limits of each split, repeated over the other axes
+            counts = declared.repeat_interleave(flat.shape[1] // len(SPLITS), dim=1)
+        else:
+            counts = declared[:, [SPLITS.index(field.per)]]
+        fits = (flat >= (low * counts).clamp(min=-largest)) & (flat <= (high * counts).clamp(max=largest))
+    if field.whole:
+        fits &= flat == flat.round()
+    return ~fits.all(1)
 
 
-def update_lengths(reply: Reply, schema: Schema, sent: Params) -> Tensor:
-    """[clients, 2]: how far the shared parameters moved, and how long the values are that act like them."""
+def update_lengths(reply: Reply, schema: Schema, sent: Params, dtype: torch.dtype | None = None) -> Tensor:
+    """[clients, 2]: how far the shared parameters moved, and how long the values are that act like them. Summed in the dtype
+    of the numbers, an eighth of the time that float64 takes, or in the given one."""
 
-    def length(parts: list[Tensor]) -> Tensor:
-        norms = [torch.linalg.vector_norm(p.reshape(len(p), -1), dim=1, dtype=torch.float64) for p in parts]
+    def length(parts: Iterable[Tensor]) -> Tensor:
+        norms = [torch.linalg.vector_norm(p.reshape(len(p), -1), dim=1, dtype=dtype).double() for p in parts]
         return torch.stack(norms).norm(dim=0) if norms else torch.zeros(len(reply.ids), dtype=torch.float64)
 
-    moved = length([v - sent[k] for k, v in reply.shared.items()])
-    if not moved.isfinite().all():  # a difference of large numbers may overflow
-        moved = length([v.double() - sent[k] for k, v in reply.shared.items()])
-    return torch.stack([moved, length([reply.values[k] for k, f in schema.values.items() if f.update])], 1)
+    moved = length(v.to(dtype or v.dtype) - sent[k] for k, v in reply.shared.items())
+    lengths = torch.stack([moved, length(reply.values[k] for k, f in schema.values.items() if f.update)], 1)
+    if dtype is None and not lengths.isfinite().all():  # differences and squares of large numbers may overflow
+        return update_lengths(reply, schema, sent, torch.float64)
+    return lengths
+
+
+def exact(one: Measured, schema: Schema, sent: Params) -> Measured:
+    """With lengths that do not depend on how many clients were measured together."""
+    return Measured(one.reply, update_lengths(one.reply, schema, sent, torch.float64))
+
+
+def excess(one: Measured, median: Tensor) -> Tensor:
+    """How many medians long the longer of a client's two updates is, [clients]."""
+    return (one.lengths / median).nan_to_num(0.0).amax(1)  # 0/0: nobody moved
 
 
 def finite(value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from fedvlm.adapters.base import PREPARED, Adapter, HasSharedTwin, Task
-from fedvlm.core import Cohort, Data, Message, Params, State, with_client_axis
+from fedvlm.core import EFFECT, Cohort, Data, Message, Params, State, with_client_axis
 from fedvlm.errors import FedvlmError
 from fedvlm.local.base import Local
 from fedvlm.local.copies import COPY
@@ -105,7 +105,10 @@ class Method:
         """What goes up in training beside the shared parameters."""
         gaps: Fields = {n: VALIDATION for n in GAPS if n in self.merge.requires}
         found = self.local.uploads(self.task, self.initial) | self.merge.uploads(self.task) | gaps
-        found |= self.privacy.uploads if self.privacy else {}
+        if self.privacy:
+            found |= self.privacy.uploads
+        else:  # what training did to a client is about its data
+            found |= {EFFECT + name: Field() for name in self.local.effects}
         for name, given in found.items():
             if not isinstance(given, Field):
                 raise FedvlmError(f"uploads: '{name}' is {given!r}; say fedvlm.schema.Field({given!r}) and its limits")

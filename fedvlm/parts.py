@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "adapter": Kind("adapters", "fedvlm.adapters.base:Adapter", "fedvlm.adapters", ("base", "layered", "network")),
-    "local": Kind("local", "fedvlm.local.base:Local", "fedvlm.local", ("base", "copies", "descent", "model")),
+    "local": Kind("local", "fedvlm.local.base:Local", "fedvlm.local", ("base", "copies", "means", "descent", "model")),
     "merge": Kind("merge", "fedvlm.merge.base:Merge", "fedvlm.merges", ("base",)),
     "metric": Kind("metrics", "fedvlm.metrics.base:Metric", "fedvlm.metrics", ("base", "detection")),
     "engine": Kind(

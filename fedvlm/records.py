@@ -53,6 +53,7 @@ class RoundRecord(TypedDict, total=False):
     answered: int
     loss: float
     stage: str
+    effects: dict[str, float]  # what the mechanisms of the local rule (median over clients) and the merge did
     cosine: float
     gap_variance: float
     weights: dict[str, float]

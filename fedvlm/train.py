@@ -187,7 +187,8 @@ def account(cohort: Cohort, federation: Federation) -> RoundRecord:
 
     notes = {k: named(v) for k, v in cohort.notes.items()}
     sizes = {"asked": len(cohort.ids), "bytes_down": cohort.bytes_down, "bytes_up": cohort.bytes_up}
-    return notes | sizes  # type: ignore[return-value]
+    effects = {name: six_digits(float(np.median(values))) for name, values in cohort.effects.items()}
+    return notes | sizes | ({"effects": effects} if effects else {})  # type: ignore[return-value]
 
 
 def diagnose(

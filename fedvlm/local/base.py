@@ -7,6 +7,7 @@ at test time).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -34,6 +35,9 @@ class Local(OptimiserSettings):
 
     adapts: ClassVar[bool] = False  # whether `adapt` changes the personal model at test time
     partner: ClassVar[str] = ""  # the only merge it works with; "" any
+    # What its mechanism does in a round, by name, with the meaning in words. `fit` returns these numbers, [clients] each,
+    # beside the loss; the round's record has their medians, so that a reader sees whether the mechanism acts.
+    effects: ClassVar[Mapping[str, str]] = {}
 
     def incompatible(self, adapter: Adapter) -> str:
         """Why it cannot be used with this adapter; "" where it can."""

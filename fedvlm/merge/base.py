@@ -6,6 +6,7 @@ new state. Merges that only need a weighted sum can stream instead (merge/mean.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -39,6 +40,8 @@ class Merge:
     requires_parameters: ClassVar[tuple[str, ...]] = ()  # names of shared parameters that the adapter must have
     reveals: ClassVar[str] = ""  # in words, private data that clients send beside parameters and numbers; "": none
     partner: ClassVar[str] = ""  # the only local rule it works with; "" any
+    # What its mechanism does in a round, by name, with the meaning in words; told by `cohort.acted(name=number)`
+    effects: ClassVar[Mapping[str, str]] = {}
 
     @property
     def requires(self) -> tuple[str, ...]:

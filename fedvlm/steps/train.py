@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedvlm.core import Data, Extra, Message, Params, with_client_axis
+from fedvlm.core import EFFECT, Data, Extra, Message, Params, with_client_axis
 from fedvlm.local import copies
 from fedvlm.privacy.mechanism import joined
 from fedvlm.steps.base import Answer, Schema, Step
@@ -46,4 +46,6 @@ class Train(Step):
         if "after" in method.uploads:
             values["after"] = validation_loss(method, own, shared, data)
         more, lengths = method.merge.client_values(method.model, shared | copies.adapter_params(own), data)
-        return Answer(own, uploaded | more | values, shared, lengths)
+        acted = {EFFECT + k: uploaded[k] for k in method.local.effects if EFFECT + k in method.uploads}
+        told = {k: v for k, v in uploaded.items() if k not in method.local.effects}
+        return Answer(own, told | acted | more | values, shared, lengths)

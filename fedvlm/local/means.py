@@ -1,0 +1,29 @@
+"""Means over the steps of a round, one number per client: for what a local rule tells of its mechanism (Local.effects)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Data, Params
+
+
+class Means:
+    def __init__(self, data: Data):
+        self.data = data
+        self.sums: Params = {}
+        self.steps: Params = {}
+
+    def add(self, **values: Tensor) -> None:
+        """Of one step; clients that still train are a prefix of all."""
+        for name, value in values.items():
+            if name not in self.sums:
+                for kept in (self.sums, self.steps):
+                    kept[name] = torch.zeros(len(self.data), dtype=self.data.dtype, device=self.data.x.device)
+            self.sums[name][: len(value)] += value.detach()
+            self.steps[name][: len(value)] += 1
+
+    def found(self, *names: str) -> Params:
+        """0 for a client that took no step."""
+        zero = torch.zeros(len(self.data), dtype=self.data.dtype, device=self.data.x.device)
+        return {k: self.sums[k] / self.steps[k].clamp(min=1) if k in self.sums else zero for k in names}

@@ -1,0 +1,53 @@
+"""What mechanisms did is recorded: of local rules the median over clients, of merges as they say it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from helpers import example
+
+from fedvlm.adapters.head import Head
+from fedvlm.core import Cohort, Data
+from fedvlm.engines.stacked import Stacked
+from fedvlm.local.means import Means
+from fedvlm.local.sgd import Sgd
+from fedvlm.merge.mean import Mean
+from fedvlm.method import Method
+
+
+@dataclass(frozen=True)
+class Told(Sgd):
+    effects: ClassVar = {"order": "its place among all clients, as a check"}
+
+    def fit(self, model, params, message, own, data):
+        return super().fit(model, params, message, own, data) | {"order": 1.0 * torch.from_numpy(data.ids)}
+
+
+@dataclass(frozen=True)
+class Counted(Mean):
+    effects: ClassVar = {"merged": "how many clients"}
+
+    def round(self, model, state, cohort):
+        after = super().round(model, state, cohort)
+        cohort.acted(merged=3.0)
+        return after
+
+
+def test_effects_of_local_rules_and_merges_are_recorded():
+    task, data = example("head")
+    method = Method.build(Head(), Told(lr=0.1), Counted(), task)
+    cohort = Cohort(Stacked(method, data), np.arange(len(data)), 1)
+    method.round(method.init(len(data)), cohort)
+    assert sorted(cohort.effects["order"]) == list(range(len(data)))
+    assert cohort.effects["merged"] == [3.0]
+
+
+def test_means_over_steps_know_who_still_trains():
+    data = Data(
+        torch.zeros(6, 2), torch.zeros(6, dtype=torch.long), np.array([[0, 3, 3, 3], [3, 6, 6, 6]]), np.arange(2)
+    )
+    means = Means(data)
+    means.add(a=torch.tensor([1.0, 4.0]))
+    means.add(a=torch.tensor([3.0]))
+    assert means.found("a", "b")["a"].tolist() == [2.0, 4.0] and means.found("b")["b"].tolist() == [0.0, 0.0]
