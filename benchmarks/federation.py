@@ -1,7 +1,8 @@
 """A federation across sites on NVFlare, all on this machine, with real kits, certificates and processes:
 
     python benchmarks/federation.py same               # serial = loopback = NVFlare, to the bit (4 sites, 6 methods)
-    python benchmarks/federation.py faults [times=10]  # what goes wrong, and the final bits compared
+    python benchmarks/federation.py faults=10          # what goes wrong, each ten times, and the final bits compared
+    python benchmarks/federation.py faults=1 --only "server killed"
 
 The package is copied first, so that editing it does not change its fingerprint while sites run. `--out FILE` keeps the
 figures as JSON; exit code 1 where anything was lost.
@@ -24,6 +25,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 STYLES = ("noto", "openmoji", "twemoji", "fluent")
@@ -45,8 +47,14 @@ def styles() -> list[str]:
 class Federation:
     """A server and its sites in processes of their own."""
 
-    def __init__(self, place: Path, sites: list[str]):
+    def __init__(self, place: Path, sites: list[str], fault: str = ""):
         self.place, self.sites = place, sites
+        self.network = Network() if fault == "network cut for 20 s" else None
+        self.disk = place / f"home-{sites[-1]}" if fault == "disk of a site full" else None
+        if self.disk:
+            self.disk.mkdir(mode=0o700)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "tmpfs", str(self.disk)], check=True)
+        host = self.network.host if self.network else "localhost"
         shutil.copytree(ROOT / "fedvlm", place / "code" / "fedvlm", ignore=shutil.ignore_patterns("__pycache__"))
         self.env = os.environ | {
             "PYTHONPATH": str(place / "code"),
@@ -63,9 +71,7 @@ class Federation:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        self.fedvlm(
-            "federation", "init", *sites, "host=localhost", f"port={port}", "name=bench", f"out={place / 'kits'}"
-        )
+        self.fedvlm("federation", "init", *sites, f"host={host}", f"port={port}", "name=bench", f"out={place / 'kits'}")
         self.parties: dict[str, subprocess.Popen[bytes]] = {}
 
     def fedvlm(self, *words: str, check: bool = True) -> str:
@@ -75,12 +81,50 @@ class Federation:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr[-2000:]}")
         return done.stdout + done.stderr
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, fault: str = "") -> None:
+        """`fault`: what is wrong with this site (one of REFUSED)."""
         kit, home = self.place / "kits" / f"{name}.zip", self.place / f"home-{name}"
-        words = ["serve", str(kit)] if name == "server" else ["join", str(kit), f"data={self.images / name}"]
+        images, env, more = self.images / name, self.env, list[str]()
+        if fault == "other classes":
+            images = self.place / "other-classes"
+            if not images.exists():
+                shutil.copytree(self.images / name, images)
+                (images / CLASSES[0]).rename(images / "zebra")
+        if fault == "another backbone":
+            more = [f"backbone={self.other_backbone()}"]
+        if fault == "another version":
+            env = self.env | {"PYTHONPATH": str(self.other_version())}
+        words = ["serve", str(kit)] if name == "server" else ["join", str(kit), f"data={images}", *more]
         log = (self.place / f"{name}.log").open("ab")
         call = [sys.executable, "-m", "fedvlm.cli", *words, f"home={home}"]
-        self.parties[name] = subprocess.Popen(call, env=self.env, cwd=self.place, stdout=log, stderr=log)
+        if self.network and name == self.sites[-1]:
+            call = ["ip", "netns", "exec", self.network.name, *call]
+        self.parties[name] = subprocess.Popen(call, env=env, cwd=self.place, stdout=log, stderr=log)
+
+    def stop(self, name: str) -> None:
+        self.parties[name].send_signal(signal.SIGTERM)
+        self.parties[name].wait(90)
+
+    def other_backbone(self) -> Path:
+        """The bundled one with one number changed."""
+        from safetensors.torch import load_file, save_file
+
+        made = self.place / "other-backbone"
+        if not made.exists():
+            shutil.copytree(ROOT / "fedvlm" / "backbones" / "assets" / "mini-clip", made)
+            weights = load_file(made / "model.safetensors")
+            name = max(weights, key=lambda k: weights[k].numel())
+            weights[name].view(-1)[0] += 1
+            save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        return made
+
+    def other_version(self) -> Path:
+        made = self.place / "other-code"
+        if not made.exists():
+            shutil.copytree(self.place / "code", made)
+            with (made / "fedvlm" / "core.py").open("a") as file:
+                file.write("# another version\n")
+        return made
 
     def up(self) -> None:
         for name in ("server", *self.sites):
@@ -141,12 +185,41 @@ class Federation:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 party.wait(60)
             party.kill()
+        if self.network:
+            self.network.close()
+        if self.disk:
+            subprocess.run(["umount", "-l", str(self.disk)], check=False)
+
+
+class Network:
+    """A network namespace, linked to this machine's by a pair of virtual devices. Needs root and Linux."""
+
+    def __init__(self) -> None:
+        number = os.getpid() % 250
+        self.name, self.device = f"fvbench{os.getpid()}", f"fvb{os.getpid()}"
+        self.host = f"10.79.{number}.1"
+        self.ip("netns", "add", self.name)
+        self.ip("link", "add", self.device, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        self.ip("addr", "add", f"{self.host}/24", "dev", self.device)
+        self.link("up")
+        for words in (["addr", "add", f"10.79.{number}.2/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            self.ip("-n", self.name, *words)
+        self.ip("-n", self.name, "link", "set", "lo", "up")
+
+    def ip(self, *words: str, check: bool = True) -> None:
+        subprocess.run(["ip", *words], check=check)
+
+    def link(self, state: str) -> None:
+        self.ip("link", "set", self.device, state)
+
+    def close(self) -> None:
+        self.ip("netns", "del", self.name, check=False)
 
 
 @contextlib.contextmanager
-def federation(sites: list[str]) -> Iterator[Federation]:
+def federation(sites: list[str], fault: str = "") -> Iterator[Federation]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Federation(Path(folder), sites)
+        made = Federation(Path(folder), sites, fault)
         try:
             made.up()
             yield made
@@ -195,7 +268,8 @@ def ledgers(fed: Federation, run: str) -> list[str]:
     return found
 
 
-# Faults: each is done to a run under way, which must end with the bits of an undisturbed one.
+# Faults. Those during a run must leave the bits of an undisturbed one, except where a site was really absent for rounds:
+# then the record must say so, everybody must be back at the end, and ledgers must agree.
 
 
 def pids(*words: str) -> list[int]:
@@ -210,7 +284,10 @@ def pids(*words: str) -> list[int]:
 
 
 def kill(*words: str) -> None:
-    for pid in pids(*words):
+    found = pids(*words)
+    if not found:
+        raise RuntimeError(f"there is no process of {words}")
+    for pid in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -229,7 +306,8 @@ def kill_parent(fed: Federation, site: str) -> None:
 
 def kill_server(fed: Federation, site: str) -> None:
     kill("fedvlm.deploy.start", str(fed.place / "kits" / "server"))
-    kill("runner_process", str(fed.place / "kits" / "server"))
+    with contextlib.suppress(RuntimeError):
+        kill("runner_process", str(fed.place / "kits" / "server"))
 
 
 def stop_and_go(fed: Federation, site: str) -> None:
@@ -245,60 +323,143 @@ def stop_and_go(fed: Federation, site: str) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-FAULTS = {
+def cut(fed: Federation, site: str) -> None:
+    """Of the last site, which lives in a network namespace of its own."""
+    assert fed.network
+    fed.network.link("down")
+    time.sleep(20)
+    fed.network.link("up")
+
+
+def fill_disk(fed: Federation, site: str) -> None:
+    """The home of the last site is a file system of its own; it is full for some seconds."""
+    big = fed.place / f"home-{fed.sites[-1]}" / "big"
+    with contextlib.suppress(OSError), big.open("wb", buffering=0) as out:
+        while True:
+            out.write(bytes(1 << 16))
+    time.sleep(8)
+    big.unlink()
+
+
+DURING: dict[str, Callable[[Federation, str], None]] = {
     "job process killed": kill_job,
     "agent killed": kill_agent,
     "site's parent killed": kill_parent,
     "server killed": kill_server,
     "site stopped for 30 s": stop_and_go,
+    "network cut for 20 s": cut,
+    "disk of a site full": fill_disk,
 }
+LATE = "site joins late"
+REFUSED = ("another backbone", "other classes", "another version")
+FAULTS = (*DURING, LATE, *REFUSED)
+ROUNDS_OF_FAULTS = 60
 
 
-def faults(times: int) -> tuple[int, int, list[str]]:
-    """Runs of fedot, disturbed in a random round; with quorum=1 a round without somebody is void and repeated, so that the
-    end must be the same to the bit."""
-    rounds, lines, tried, lost = 40, [], 0, 0
+class Outcome(NamedTuple):
+    odd: list[str]  # what was lost
+    note: str
+
+
+def faults(times: int, only: list[str]) -> tuple[int, int, list[str]]:
+    """Runs of fedot with three sites, each disturbed in a random round."""
+    lines, tried, lost = list[str](), 0, 0
     draw = random.Random(times)
-    with federation(styles()[:3]) as fed:
-        fed.reference("fedot", "serial", "serial", rounds)
-        for name, harm in FAULTS.items():
+    for name in only or FAULTS:
+        if name == "network cut for 20 s" and not (os.geteuid() == 0 and shutil.which("ip")):
+            print(f"{name}: left out, it needs root and iproute2", flush=True)
+            continue
+        with federation(styles()[:3], name) as fed:
+            fed.reference("fedot", "serial", "serial", ROUNDS_OF_FAULTS)
             for k in range(times):
-                out = f"{name.replace(' ', '-').replace(chr(39), '')}-{k}"
-                for old in fed.place.glob("home-*/runs/*"):
-                    shutil.rmtree(old)
-                process = fed.run("fedot", out, rounds)
-                path, at, began = fed.place / out / "rounds.jsonl", draw.randrange(2, rounds - 5), time.monotonic()
-                fed.until(lambda p=path, r=at: p.exists() and len(p.read_bytes().splitlines()) > r, 300)
-                harm(fed, draw.choice(fed.sites[1:]))
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(600)
-                process.kill()
-                tried += 1
-                odd = fed.differences(out, "serial") if process.returncode == 0 else [f"exit code {process.returncode}"]
-                records = [json.loads(x) for x in path.read_bytes().splitlines()]
-                absent = sorted({n for r in records for n in (*r.get("missing", []), *r.get("late", []))})
-                lost += bool(odd)
-                lines.append(
-                    f"{name} after round {at}: {odd or 'the same bits'}; absent {absent} ({time.monotonic() - began:.0f} s)"
-                )
+                began = time.monotonic()
+                try:
+                    found = one_fault(fed, name, k, draw)
+                except RuntimeError as error:
+                    found = Outcome([str(error)], "")
+                tried, lost = tried + 1, lost + bool(found.odd)
+                lines.append(f"{name}: {found.odd or 'nothing lost'}; {found.note} ({time.monotonic() - began:.0f} s)")
                 print(lines[-1], flush=True)
     return tried, lost, lines
 
 
-CHECKS = {"same": same, "faults": faults}
+def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcome:
+    out = f"{name.replace(' ', '-').replace(chr(39), '')}-{k}"
+    for home in fed.place.glob("home-*"):
+        for old in (*home.glob("runs/*"), *home.glob("sent.jsonl")):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+    if name in REFUSED:
+        return refused(fed, name, out)
+    last = fed.sites[-1]
+    if name == LATE:
+        fed.stop(last)
+    process = fed.run("fedot", out, ROUNDS_OF_FAULTS, "grace=90", "timeout=90", "quorum=0.5")
+    path, at = fed.place / out / "rounds.jsonl", draw.randrange(2, ROUNDS_OF_FAULTS // 2)
+    fed.until(lambda: (path.exists() and len(path.read_bytes().splitlines()) > at) or process.poll() is not None, 300)
+    if process.poll() is not None:
+        return Outcome(["the run was over before it could be disturbed"], "")
+    if name == LATE:
+        fed.start(last)
+    else:
+        DURING[name](fed, draw.choice(fed.sites[1:]))
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(400)
+    process.kill()
+    if process.wait():
+        return Outcome([f"exit code {process.returncode}: {(fed.place / f'{out}.log').read_text()[-300:]}"], "")
+    records = [json.loads(x) for x in path.read_bytes().splitlines()]
+    away = [r["round"] for r in records if r.get("missing") or r.get("late") or r.get("answered") != len(fed.sites) - 1]
+    odd = [] if len(records) == 1 + ROUNDS_OF_FAULTS else [f"{len(records)} rounds"]
+    odd += [x for x in ledgers(fed, out) if not x.endswith("was not received")]  # on its way when somebody was killed
+    if not [r for r in away if r]:
+        return Outcome(odd + fed.differences(out, "serial"), f"disturbed after round {at}, the same bits")
+    odd += [] if name in (LATE, "disk of a site full") else fed.differences(out, "serial")
+    odd += ["somebody is not back"] if ROUNDS_OF_FAULTS in away else []
+    return Outcome(odd, f"disturbed after round {at}; somebody absent in rounds {away[0]} to {away[-1]}, as recorded")
+
+
+def refused(fed: Federation, name: str, out: str) -> Outcome:
+    """The last site cannot take part: the run goes on without it, as one process does without its data, and says why."""
+    last = fed.sites[-1]
+    fed.stop(last)
+    fed.start(last, name)
+    fed.until(lambda: last in fed.connected(), 120)
+    process = fed.run("fedot", out, ROUNDS)
+    code = process.wait()
+    log = (fed.place / f"{out}.log").read_text()
+    odd = [] if code == 0 else [f"exit code {code}: {log[-300:]}"]
+    said = [line for line in log.splitlines() if "does not take part" in line]
+    odd += [] if said else ["nobody was told why"]
+    if not (fed.place / "without").exists():
+        kept = fed.place / "fewer"
+        for site in fed.sites[:-1]:
+            shutil.copytree(fed.images / site, kept / site)
+        words = [*fed.words("fedot", "without", ROUNDS), f"data={kept}", "engine=serial"]
+        fed.fedvlm(*words)
+    odd += differing(fed.place / out, fed.place / "without") if code == 0 else []
+    return Outcome(odd, said[0][:160] if said else "")
+
+
+def differing(run: Path, reference: Path) -> list[str]:
+    one, other = (tensors(r / "state.safetensors") for r in (run, reference))
+    return [k for k in other if k.startswith("shared/") and one.get(k) != other[k]]
+
+
 DEFAULTS = {"same": 0, "faults": 10}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checks", nargs="+", help="name or name=number")
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=[], help="of faults")
     parser.add_argument("--out", type=Path, help="a JSON file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers and sites are ended, too
     found = {}
     for word in args.checks:
         name, _, number = word.partition("=")
-        tried, lost, lines = CHECKS[name](int(number or DEFAULTS[name]))
+        count = int(number or DEFAULTS[name])
+        tried, lost, lines = same(count) if name == "same" else faults(count, args.only)
         found[name] = {"tried": tried, "lost": lost, "lines": lines}
         print(f"{name}: {tried} tried, {lost} lost", flush=True)
     if args.out:
