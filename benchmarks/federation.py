@@ -57,7 +57,7 @@ class Federation:
         host = self.network.host if self.network else "localhost"
         shutil.copytree(ROOT / "fedvlm", place / "code" / "fedvlm", ignore=shutil.ignore_patterns("__pycache__"))
         self.env = os.environ | {
-            "PYTHONPATH": str(place / "code"),
+            "PYTHONPATH": os.pathsep.join([str(place / "code"), os.environ.get("PYTHONPATH", "")]),
             "FEDVLM_CACHE": str(place / "cache"),
             "OMP_NUM_THREADS": "1",
         }
@@ -93,7 +93,7 @@ class Federation:
         if fault == "another backbone":
             more = [f"backbone={self.other_backbone()}"]
         if fault == "another version":
-            env = self.env | {"PYTHONPATH": str(self.other_version())}
+            env = self.env | {"PYTHONPATH": str(self.other_version()) + os.pathsep + self.env["PYTHONPATH"]}
         words = ["serve", str(kit)] if name == "server" else ["join", str(kit), f"data={images}", *more]
         log = (self.place / f"{name}.log").open("ab")
         call = [sys.executable, "-m", "fedvlm.cli", *words, f"home={home}"]
@@ -263,6 +263,9 @@ def ledgers(fed: Federation, run: str) -> list[str]:
     found = []
     for site in fed.sites:
         path = fed.place / f"home-{site}" / ledger.SENT
+        if not path.exists():
+            found.append(f"{site} has sent nothing")
+            continue
         found += ledger.compare(path, fed.place / run / ledger.RECEIVED, site)
         found += [f"{site}'s ledger, line {fault.line}"] if (fault := ledger.verify(path)) else []
     return found
@@ -353,7 +356,7 @@ DURING: dict[str, Callable[[Federation, str], None]] = {
 LATE = "site joins late"
 REFUSED = ("another backbone", "other classes", "another version")
 FAULTS = (*DURING, LATE, *REFUSED)
-ROUNDS_OF_FAULTS = 60
+ROUNDS_OF_FAULTS, ROUNDS_OF_LATE = 60, 600  # a site needs some seconds to start
 
 
 class Outcome(NamedTuple):
@@ -386,14 +389,15 @@ def faults(times: int, only: list[str]) -> tuple[int, int, list[str]]:
 def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcome:
     out = f"{name.replace(' ', '-').replace(chr(39), '')}-{k}"
     for home in fed.place.glob("home-*"):
-        for old in (*home.glob("runs/*"), *home.glob("sent.jsonl")):
+        for old in (*home.glob("runs/*"), *home.glob("ledger.jsonl")):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     if name in REFUSED:
         return refused(fed, name, out)
     last = fed.sites[-1]
     if name == LATE:
         fed.stop(last)
-    process = fed.run("fedot", out, ROUNDS_OF_FAULTS, "grace=90", "timeout=90", "quorum=0.5")
+    rounds = ROUNDS_OF_LATE if name == LATE else ROUNDS_OF_FAULTS
+    process = fed.run("fedot", out, rounds, "grace=90", "timeout=90", "quorum=0.5")
     path, at = fed.place / out / "rounds.jsonl", draw.randrange(2, ROUNDS_OF_FAULTS // 2)
     fed.until(lambda: (path.exists() and len(path.read_bytes().splitlines()) > at) or process.poll() is not None, 300)
     if process.poll() is not None:
@@ -408,13 +412,14 @@ def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcom
     if process.wait():
         return Outcome([f"exit code {process.returncode}: {(fed.place / f'{out}.log').read_text()[-300:]}"], "")
     records = [json.loads(x) for x in path.read_bytes().splitlines()]
-    away = [r["round"] for r in records if r.get("missing") or r.get("late") or r.get("answered") != len(fed.sites) - 1]
-    odd = [] if len(records) == 1 + ROUNDS_OF_FAULTS else [f"{len(records)} rounds"]
+    played = [r for r in records if r["round"]]
+    away = [r["round"] for r in played if r.get("missing") or r.get("late") or r.get("answered") != len(fed.sites) - 1]
+    odd = [] if len(played) == rounds else [f"{len(played)} rounds"]
     odd += [x for x in ledgers(fed, out) if not x.endswith("was not received")]  # on its way when somebody was killed
-    if not [r for r in away if r]:
+    if not away:
         return Outcome(odd + fed.differences(out, "serial"), f"disturbed after round {at}, the same bits")
     odd += [] if name in (LATE, "disk of a site full") else fed.differences(out, "serial")
-    odd += ["somebody is not back"] if ROUNDS_OF_FAULTS in away else []
+    odd += ["somebody is not back"] if rounds in away else []
     return Outcome(odd, f"disturbed after round {at}; somebody absent in rounds {away[0]} to {away[-1]}, as recorded")
 
 

@@ -192,3 +192,21 @@ def test_what_sites_encode_is_told(server, tmp_path, capsys):
     follower.news(server, "job 0")
     told = capsys.readouterr()
     assert (told.out + told.err).count("north encodes its data: 50 %") == 1 and "south" not in told.out + told.err
+
+
+def test_sites_are_waited_for_when_the_server_is_back(server, begun, monkeypatch):
+    sites = RunFolder(begun).record.clients
+    away = [sites[:1], sites[:2], sites]  # they come back one after the other
+    looks = iter(away)
+    monkeypatch.setattr(server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in next(looks)])
+    follower = admin.Follower("", SimpleNamespace(name="the run", federation="hearts", sites=sites), begun, print)  # type: ignore[arg-type]
+    RunFolder(begun).append({"round": 1})
+    follower.wait_for_sites(server)
+    assert next(looks, None) is None
+
+    server.looks = iter([sites[:1]] * 1000)
+    monkeypatch.setattr(admin, "BACK", 0.05)
+    monkeypatch.setattr(
+        server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in next(server.looks)]
+    )
+    follower.wait_for_sites(server)  # somebody does not come back: the run goes on

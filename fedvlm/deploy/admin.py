@@ -31,6 +31,7 @@ TICK = 1.0  # seconds between two looks at a job
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before it is submitted anew
 JOBS = 20  # for one run, at most
 LOST = 600.0  # seconds that the server may be away
+BACK = 60.0  # seconds for which sites that took part are waited for when a job is submitted anew
 ENDED = ("FINISHED", "FAILED", "ABORTED", "ABANDONED", "STOPPED")
 
 OnRound = Callable[[RoundRecord], None]
@@ -136,7 +137,10 @@ class Follower:
         while True:
             try:
                 with session(self.kit) as (flare, _):
-                    return self.follow(flare, running(flare, self.plan.name) or self.submit(flare))
+                    job = running(flare, self.plan.name)
+                    if not job:
+                        self.wait_for_sites(flare)
+                    return self.follow(flare, job or self.submit(flare))
             except (Unreachable, ConnectionGone) as error:
                 if time.monotonic() - self.heard > LOST:
                     raise FedvlmError(f"{error}; the same command follows the run when the server is back") from error
@@ -144,6 +148,20 @@ class Follower:
                     console.warn(f"{error}; waiting for it, up to {LOST / 60:.0f} minutes")
                 waits = True
                 time.sleep(3 * TICK)
+
+    def wait_for_sites(self, flare: Any) -> None:
+        """A server that is back is there before its sites are: without them, the next rounds would be played by few."""
+        rounds = self.run.rounds() if (self.folder / "run.json").exists() else []
+        absent = {n for r in rounds[-1:] for n in (*r.get("missing", []), *r.get("quarantined", []))}
+        wanted = ({*self.plan.sites} - absent - self.left_out) if rounds else set()
+        deadline = time.monotonic() + BACK
+        while time.monotonic() < deadline:
+            with flare_errors():
+                gone = wanted - set(connected(flare))
+            if not gone:
+                return
+            self.tell([f"waiting for {', '.join(sorted(gone))} to come back"], console.note)
+            time.sleep(TICK)
 
     def submit(self, flare: Any) -> str:
         with tempfile.TemporaryDirectory() as place:
