@@ -389,8 +389,8 @@ def faults(times: int, only: list[str]) -> tuple[int, int, list[str]]:
 def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcome:
     out = f"{name.replace(' ', '-').replace(chr(39), '')}-{k}"
     for home in fed.place.glob("home-*"):
-        for old in (*home.glob("runs/*"), *home.glob("ledger.jsonl")):
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for old in home.glob("runs/*"):
+            shutil.rmtree(old)
     if name in REFUSED:
         return refused(fed, name, out)
     last = fed.sites[-1]
