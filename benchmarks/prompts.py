@@ -7,11 +7,10 @@
 A round: 5 clients, 8 shots, 2 epochs of batches of 32. The reference trains one client after the other, with every prompt at
 the text tower's full length, padding included, through Hugging Face's modules; the images of every batch through the image
 tower (their pixels are prepared beforehand: neither reading nor resizing is counted); autograd and torch.optim.SGD. For
-FOCoOp it is the paper's Algorithm 2 on contexts, with all C + U prompts encoded together for every loss; the authors' code
-perturbs features instead of contexts. Both sides use the same batches, noise and initial values and end at the same
-contexts: "difference" is the largest difference between the two, divided by the largest change that training made. Ours
-includes the server and uses stored features; the time to encode the same images once is printed. All times are CPU-seconds
-(time.process_time).
+FOCoOp it is Algorithm 2 on encoded prompts, as in the authors' code, with all C + U prompts encoded together for every
+batch. Both sides use the same batches, noise and initial values and end at the same contexts: "difference" is the largest
+difference between the two, divided by the largest change that training made. Ours includes the server and uses stored
+features; the time to encode the same images once is printed. All times are CPU-seconds (time.process_time).
 
 --gpu uses a random model of ViT-B/16's size; in bfloat16, as many clients run side by side as in the stacked engine. FLOPs
 by formula, 2 per multiply-add, without padding:
@@ -47,7 +46,7 @@ from fedvlm.backbones import layers, text
 from fedvlm.backbones.text import PromptPlan, TextTower
 from fedvlm.backbones.vision import ImageLayers
 from fedvlm.config import Layout, resolve
-from fedvlm.core import Batch, Cohort, Data, Engine, Message, Params, Reply, State, select, with_client_axis
+from fedvlm.core import Batch, Cohort, Data, Engine, Message, Params, Reply, State, select
 from fedvlm.data.federation import Federation, federate
 from fedvlm.data.nouns import nouns
 from fedvlm.data.pool import Pool, Pools
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument("--partition", default="iid", choices=["iid", "dirichlet"])
     parser.add_argument("--shots", type=int, default=8, help="training images per class and client")
     parser.add_argument("--rounds", type=int, default=1, help="after which float32 and bfloat16 are compared")
-    parser.add_argument("--explore", type=int, default=1, help="FOCoOp's ascent steps")
+    parser.add_argument("--explore", type=int, default=Bdro.ascent_steps, help="FOCoOp's ascent steps")
     parser.add_argument("--candidates", type=int, default=4000, help="nouns among which FOCoOp's outsiders are chosen")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--gpu", action="store_true", help="measure a model of ViT-B/16's size on a device")
@@ -170,8 +169,10 @@ class Reference:
         start = trained_parameters(self.method)
         params = {k: v.clone().requires_grad_() for k, v in start.items()}
         optimiser = torch.optim.SGD(params.values(), local.rate(data), local.momentum, weight_decay=local.weight_decay)
-        shared = with_client_axis(select(start, self.method.initial))
-        drawn = {k: v[0] for k, v in noise(shared, data, local.sigma).items()} if isinstance(local, Bdro) else {}
+        drawn: Params = {}
+        if isinstance(local, Bdro):
+            sizes = {k: torch.empty(1, len(start[k]), self.method.task.dim) for k in ("context", "outsiders")}
+            drawn = {k: v[0] for k, v in noise(sizes, data, local.sigma).items()}
         for batch in data.batches(local.batch, local.epochs):
             real = batch.weight[0] > 0
             y, image = batch.y[0][real], self.encode_images(batch.x[0][real])
@@ -194,15 +195,20 @@ class Reference:
 
     def losses(self, params: Params, image: Tensor, y: Tensor) -> Tensor:
         """One number per example."""
-        adapter, classes = self.method.adapter, len(self.method.task.classes)
-        context = params["context"]
+        return self.losses_of(self.encode(params), image, y)
+
+    def encode(self, params: Params) -> Tensor:
+        adapter, context = self.method.adapter, params["context"]
         if isinstance(adapter, Outsiders):
             own = (1 - adapter.fusion) * params["own"] + adapter.fusion * context
             context = torch.cat([own, params["outsiders"]])
-        logits = self.method.task.scale * image @ self.encode_prompts(context).T
+        return self.encode_prompts(context)
+
+    def losses_of(self, text: Tensor, image: Tensor, y: Tensor) -> Tensor:
+        logits = self.method.task.scale * image @ text.T
         each = F.cross_entropy(logits, y, reduction="none")
-        if isinstance(adapter, Outsiders):
-            return each + logits.logsumexp(-1) - logits[:, :classes].logsumexp(-1)
+        if isinstance(self.method.adapter, Outsiders):
+            return each + logits.logsumexp(-1) - logits[:, : len(self.method.task.classes)].logsumexp(-1)
         return each
 
     def encode_prompts(self, context: Tensor) -> Tensor:
@@ -217,20 +223,19 @@ class Reference:
 
     def robust_loss(self, rule: Bdro, params: Params, image: Tensor, y: Tensor, drawn: Params, batch: Batch) -> Tensor:
         """Algorithm 2, as interpreted in fedvlm/local/bdro.py."""
-        shift: Params = {}
-        penalty = torch.zeros(())
-        for name, hold in (("context", rule.penalty), ("outsiders", rule.outsider_penalty)):
-            now = drawn[name].roll(batch.step * STRIDE, -1)
+        text = self.encode(params)
+        fixed, classes = text.detach(), len(self.method.task.classes)
+        shift, penalty = torch.zeros_like(fixed), torch.zeros(())
+        parts = (("context", slice(classes), rule.penalty), ("outsiders", slice(classes, None), rule.outsider_penalty))
+        for name, part, hold in parts:
+            shift[part] = drawn[name].roll(batch.step * STRIDE, -1)
             for _ in range(rule.ascent_steps):
-                now = now.detach().requires_grad_()
-                moved = params | {k: params[k] + v for k, v in (shift | {name: now}).items()}
-                cost = hold * now.square().sum() + rule.l1 * now.abs().sum()
-                (up,) = torch.autograd.grad(self.losses(moved, image, y).mean() - cost, now)
-                now = now + rule.ascent_rate * up
-            shift[name] = now.detach()
-            penalty = penalty + hold * shift[name].square().sum() + rule.l1 * shift[name].abs().sum()
-        each = self.losses(params | {k: params[k] + v for k, v in shift.items()}, image, y)
-        soft = rule.outsider_penalty * rule.temperature
+                leaf = shift.clone().requires_grad_()
+                (up,) = torch.autograd.grad(self.losses_of(fixed + leaf, image, y).mean(), leaf)
+                shift[part] = F.softshrink(up[part], rule.l1) / (2 * hold)
+            penalty = penalty + hold * shift[part].square().sum() + rule.l1 * shift[part].abs().sum()
+        each = self.losses_of(text + shift, image, y)
+        soft = rule.temperature
         return soft * ((each / soft).logsumexp(0) - float(np.log(len(each)))) - penalty
 
 

@@ -70,6 +70,9 @@ def bench_setups(methods: Sequence[str], keys: dict[str, object], pools: Pools) 
         )
     if "protocol" not in given and "unseen" not in given and len(encode(setups[0], pools).source.domains) >= 3:
         setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
+    from fedvlm.report.tables import check_one_rule, rule_keys
+
+    check_one_rule({s.method.label: [rule_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
     return setups
 
 

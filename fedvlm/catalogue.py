@@ -157,4 +157,5 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
 
 if __name__ == "__main__":
     SHIPPED.write_text(make(current_digest()).to_json() + "\n", encoding="utf-8")
-    print(f"wrote {SHIPPED.name}")
+    recipe.write_published()
+    print(f"wrote {SHIPPED.name} and {recipe.PUBLISHED.name}")

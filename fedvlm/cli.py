@@ -65,9 +65,31 @@ COMMANDS = {
         "run several methods alike and compare",
         (Argument("words", {"nargs": "+", "metavar": "METHOD|key=value"}), CSV, LATEX),
     ),
+    "reproduce": Command(
+        "the tables of the papers: list them, run one, and see ours beside theirs",
+        (
+            Argument("words", {"nargs": "*", "metavar": "PAPER|TABLE|key=value"}),
+            Argument(
+                "--dry", {"action": "store_true", "help": "say what is there, missing, and its cost; train nothing"}
+            ),
+            Argument(
+                "--rehearse", {"action": "store_true", "help": "on made-up data and small models, within a minute"}
+            ),
+            CSV,
+        ),
+    ),
     "compare": Command("a table from run folders", (RUNS, CSV, LATEX, SELECT)),
     "report": Command(
         "one static page from run folders", (RUNS, Argument("--out", {"default": "report.html", "metavar": "FILE"}))
+    ),
+    "convert": Command(
+        "data of other projects as data= takes it: LEAF's json (leaf), CoOp's split files (coop)",
+        (
+            Argument("kind", {"choices": ("leaf", "coop")}),
+            Argument("source", {"metavar": "SOURCE"}),
+            Argument("out", {"metavar": "OUT", "help": "a new folder, or a .jsonl file for texts"}),
+            PAIRS,
+        ),
     ),
     "resume": Command("go on with runs that were stopped", (RUNS, TRUST)),
     "predict": Command(
@@ -108,7 +130,7 @@ COMMANDS = {
         ),
     ),
     "show": Command(
-        "a method with every key",
+        "a method with every key, or a run: what it did",
         (METHOD, PAIRS, Argument("--yaml", {"action": "store_true", "help": "as a complete recipe file"})),
     ),
     "init": Command("start a recipe of your own", (Argument("file", {"metavar": "NAME.yaml"}), PAIRS)),

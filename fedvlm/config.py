@@ -48,6 +48,10 @@ class Layout:
     shots: Whole = 0  # training images per class and client; 0 is all
     split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test
     unseen: tuple[str, ...] = ()  # domains (or clients) that nobody trains on
+    unseen_split: Literal["test", "all"] = "test"  # of unseen domains: the test images are scored, or all images
+    score: Literal["own", "domain", "all"] = (
+        "own"  # test images: a client's own, of all clients of its domain, or of all clients that train
+    )
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Config(Layout):
     template: str = "a photo of a {}"  # the phrase that is made of a class name
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stay on one side of a split
     domains: Whole = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
+    classes: tuple[str, ...] = ()  # only these classes, such as classes=dog,cat; none named: all
     stride: Count = 8  # text: characters from one example to the next
     outsiders: str = ""  # a folder of images of no class: records how well models detect them (auroc, fpr95)
     corrupt: Annotated[int, Range(0, 75)] = 0  # corrupted copies per test image (15 kinds × 5 severities); records cacc
@@ -98,6 +103,7 @@ class Config(Layout):
     chunk: Whole = 0  # clients side by side; 0 follows the measured rule
     timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
     grace: Annotated[float, Range(0, WEEKS)] = 60.0  # loopback: seconds that the others have once a quorum has answered
+    personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
     evaluate: Count = 1  # score every so many rounds (and always the last)
     threads: Annotated[int, Range(1, 1024)] = 1  # for training; small steps gain nothing from more
     seed: Seed = 50

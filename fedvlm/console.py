@@ -102,7 +102,8 @@ def show(table: Table) -> None:
     columns = fitting(table)
     for column in columns:
         numeric = table.is_numeric(column)
-        grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+        style = "dim" if column in table.dim else ""
+        grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, style=style)
     for row in table.rows:
         grid.add_row(*(row.get(c, "") for c in columns))
     out.print(grid)

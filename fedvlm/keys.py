@@ -21,7 +21,6 @@ RENAMED = {
     "relative": "relative_noise",
     "tie": "kl_weight",
     "explore": "ascent_steps",
-    "ascent": "ascent_rate",
     "hold_outsiders": "outsider_penalty",
     "hold": "penalty",
     "evenness": "temperature",

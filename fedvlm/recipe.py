@@ -13,6 +13,9 @@ depends on its adapter and cannot be put on a preset.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -35,6 +38,7 @@ Settings = dict[str, Value]
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = RECIPES / "on"
 PAPERS = Path(__file__).parent / "papers"
+PUBLISHED = PAPERS / "published.json"  # made of the papers' main files
 
 AXES = ("adapter", "local", "merge")
 RECIPE_KEYS = ("title", "idea", "paper", "like", *AXES, "settings", "tuned", "on")
@@ -42,6 +46,16 @@ PRESET_KEYS = ("title", "adapter", "settings", "tuned")
 ANY = "any"  # in a recipe's `on`: settings for every preset, weaker than those for the preset itself
 SYNTAX = "indent with spaces, and put text that holds ': ' or starts with a special character in quotes"
 LARGEST = 1 << 18  # bytes of a file
+ROW_KEYS = (
+    "title",
+    "method",
+    "on",
+    "also",
+    "settings",
+    "missing",
+    "note",
+)  # of a row in papers/*.yaml, beside its measures
+BESIDE = ("G", "P", "C", "local", "base", "novel", "hm")  # measures that tables of runs show beside their own
 DEEPEST = 20  # brackets or indents inside each other
 MOST_ALIASES = 10  # in a file: a few lines of aliases of aliases can stand for more than memory holds
 LONGEST_CHAIN = 20  # recipes, each like the next
@@ -135,13 +149,16 @@ def published(method: str, on: str, data: str, settings: Mapping[str, object] | 
     """What a paper reports for a method on a data set: measures in %, and `source`; empty where nothing is known.
 
     A table that holds only under certain settings (a partition, a number of shots) counts where `settings` agrees with it.
+    Of several tables the one with most measures counts, and the first of these.
     """
     given = settings or {}
-    for entry in _published():
-        same = (entry.method, entry.on, entry.data) == (method, on, data)
-        if same and all(given.get(key) == value for key, value in entry.settings.items()):
-            return dict(entry.numbers)
-    return {}
+    found: list[dict[str, float | str]] = [
+        entry.numbers
+        for entry in _published()
+        if (entry.method, entry.on, entry.data) == (method, on, data)
+        and all(given.get(key) == value for key, value in entry.settings.items())
+    ]
+    return dict(found[max(range(len(found)), key=lambda k: len(found[k]))]) if found else {}
 
 
 def published_data(method: str, on: str) -> list[str]:
@@ -262,7 +279,7 @@ def _built_in(path: Path) -> File:
 
 def _read(path: Path, keys: tuple[str, ...]) -> File:
     """A file whose every key and value is checked, so that no later code meets a wrong type."""
-    content = _parse(path)
+    content = parse(path)
     if content is None:
         raise _wrong(path, "the file is empty; it needs adapter:, local: and merge:, or like: RECIPE")
     if not isinstance(content, dict):
@@ -350,14 +367,16 @@ class _Loader(_SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse(path: Path) -> object:
+def parse(path: Path, own: bool = False) -> object:
+    """A file's content; `own`: it belongs to the package, and may be large."""
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
-        if len(data) > LARGEST:
+            data = file.read() if own else file.read(LARGEST + 1)
+        if len(data) > LARGEST and not own:
             raise _wrong(path, f"it is larger than {LARGEST >> 10} kB; a recipe is a few lines of key: value")
         text = data.decode("utf-8-sig")
-        _check_nesting(text)
+        if not own:
+            _check_nesting(text)
         return cast(object, yaml.load(text, _Loader))
     except UnicodeDecodeError as error:
         raise _wrong(path, f"not UTF-8 (byte {error.start + 1}); save it as UTF-8 text") from None
@@ -382,18 +401,31 @@ def _check_nesting(text: str) -> None:
             raise yaml.constructor.ConstructorError(None, None, f"{problem}; write it plainly", event.start_mark)
 
 
-class _Table(TypedDict, total=False):
+class PublishedTable(TypedDict, total=False):
+    """A table of a paper on one data set (docs/reproduce.md)."""
+
     table: str
+    caption: str
+    part: str
     data: str
     backbone: str
+    settings: Settings  # the numbers hold under these settings only
+    run: Settings
+    rounds: int
+    seeds: list[int]
+    measures: list[str]
     note: str
-    settings: Settings  # the table holds under these settings only
-    rows: list[dict[str, float | str]]  # method, on (a preset), and the measures
+    missing: str  # why no row can be run
+    select: str  # the round that is reported: last, or selected (on validation)
+    rows: list[dict[str, Any]]  # ROW_KEYS, and the measures: a number, or [mean, std]
 
 
-class _Paper(TypedDict):
+class Paper(TypedDict):
+    """papers/NAME.yaml; supplement/NAME.yaml has further tables of the same form, which only `reproduce` reads."""
+
     paper: str
-    tables: list[_Table]
+    title: str
+    tables: list[PublishedTable]
 
 
 class _Entry(NamedTuple):
@@ -404,16 +436,56 @@ class _Entry(NamedTuple):
     numbers: dict[str, float | str]
 
 
+def paper_names() -> list[str]:
+    return sorted(p.stem for p in PAPERS.glob("*.yaml"))
+
+
+@cache
+def paper(name: str) -> Paper:
+    return cast(Paper, parse(PAPERS / f"{name}.yaml", own=True))
+
+
 @cache
 def _published() -> tuple[_Entry, ...]:
+    """From PUBLISHED where it is fresh: YAML of this size takes longer than a command may that trains nothing."""
+    try:
+        stored = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+        if stored["digest"] == _papers_digest():
+            return tuple(_Entry(*entry) for entry in stored["entries"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return _read_published()
+
+
+def _papers_digest() -> str:
+    made = hashlib.blake2b(digest_size=8)
+    for name in paper_names():
+        made.update((PAPERS / f"{name}.yaml").read_bytes().replace(b"\r\n", b"\n"))
+    return made.hexdigest()
+
+
+def write_published() -> None:
+    """Called by `python -m fedvlm.catalogue`."""
+    made = {"digest": _papers_digest(), "entries": _read_published()}
+    PUBLISHED.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def _read_published() -> tuple[_Entry, ...]:
+    """The rows that a run can have beside it; a method with several rows in one table is left out: a sweep of settings."""
     out = []
-    for path in sorted(PAPERS.glob("*.yaml")):
-        paper = cast(_Paper, _parse(path))
-        for table in paper["tables"]:
-            about = [f"{paper['paper']} {table['table']}", table.get("backbone", ""), table.get("note", "")]
+    for known in map(paper, paper_names()):
+        for table in known["tables"]:
+            about = [f"{known['paper']} {table['table']}", table.get("backbone", ""), table.get("note", "")]
             source = ", ".join(filter(None, about))
+            methods = Counter((row.get("method"), row.get("on")) for row in table["rows"])
             for row in table["rows"]:
-                numbers = {key: value for key, value in row.items() if key not in ("method", "on")} | {"source": source}
-                key = str(row["method"]), str(row.get("on", "")), table["data"]
-                out.append(_Entry(*key, table.get("settings", {}), numbers))
+                numbers = {m: row[m][0] if isinstance(row[m], list) else row[m] for m in BESIDE if m in row}
+                if not numbers or "method" not in row or methods[row["method"], row.get("on")] > 1:
+                    continue
+                own = f"{row['method']} on={row['on']}" if "on" in row else row["method"]
+                for label in (own, *row.get("also", [])):
+                    method, _, on = label.partition(" on=")
+                    out.append(
+                        _Entry(method, on, table["data"], table.get("settings", {}), numbers | {"source": source})
+                    )
     return tuple(out)

@@ -75,6 +75,9 @@ class RoundRecord(TypedDict, total=False):
     base: Number
     novel: Number
     hm: Number
+    base_macro: Number
+    novel_macro: Number
+    hm_macro: Number
     condition: dict[str, float]
     epsilon: float  # dp=: spent so far, for whoever sees the models of all rounds
     local_epsilon: float  # dp=: spent so far by the clients' uploads, where they are noisy
@@ -252,6 +255,7 @@ class RunRecord:
         for key in ("engine", "metrics", "result"):  # always written, although they have defaults
             if key not in raw:
                 raise ValueError(f"an entry is missing ({key})")
+        as_trained(raw.get("adapter"))
         found = build(cls, raw)
         for key, hint in (("seed", int), ("rounds", int), ("unseen", list[str]), ("protocol", str)):
             _value(hint, found.config.get(key), f"config.{key}")
@@ -287,10 +291,19 @@ class ExportRecord:
         raw = parsed(text)
         if raw.get("format") != EXPORT_FORMAT:
             raise ValueError(f"format {raw.get('format')}, and this version of fedvlm reads {EXPORT_FORMAT}")
+        as_trained(raw.get("adapter"))
         found = build(cls, raw)
         if found.dim < 0 or not 0 < found.scale < math.inf or not found.classes:
             raise ValueError(f"dim={found.dim}, scale={found.scale}, {len(found.classes)} classes")
         return found
+
+
+def as_trained(adapter: object) -> None:
+    """FedCLIP's adapter got normalised embeddings before 0.3, when it had no width: one that was trained so keeps to it."""
+    if isinstance(adapter, dict) and adapter.get("name") == "attention":
+        settings = adapter.get("settings")
+        if isinstance(settings, dict) and "width" not in settings:
+            settings["unit"] = True
 
 
 def read_text(path: Path) -> str:

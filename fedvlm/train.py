@@ -137,7 +137,7 @@ def play_rounds(
         if round == last_round or round % config.evaluate == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
-                record |= evaluate(method, federation, check, state.message())
+                record |= evaluate(method, federation, check, state.message(), config.personal_split)
             except NoQuorum as lack:
                 if round == last_round:
                     raise NoQuorum(f"the last round cannot be scored; {lack}") from lack

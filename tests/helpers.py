@@ -131,8 +131,9 @@ def _example(
     view: str, requires: str, masks: bool, nouns: bool, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype
 ) -> tuple[Task, Data]:
     task = random_task()
-    if view == "embedding":
+    if view in ("embedding", "raw"):
         data = random_data(task, sizes)
+        data = replace(data, x=5 * data.x) if view == "raw" else data
     elif view == "patches":
         data = patched(random_data(task, sizes))
     elif view == "hidden":

@@ -18,7 +18,7 @@ BASH = shutil.which("bash")
 def test_commands():
     assert set(complete("fedvlm ")) == {*COMMANDS, "--help", "--version"}
     assert complete("fedvlm ru") == ["run"] and complete("fedvlm --v") == ["--version"]
-    assert complete("fedvlm re") == ["report", "resume"]
+    assert complete("fedvlm re") == ["report", "reproduce", "resume"]
     assert complete("fedvlm nosuch ") == [] and complete("fedvlm nosuch") == []
     assert complete("fedvlm") == complete("fedvlm ") and complete("") == complete("fedvlm ")
 

@@ -38,7 +38,18 @@ from torch import Tensor
 from fedvlm import parts, steps
 from fedvlm.adapters.base import Adapter, HasDiagnostics, HasGradient, Limits
 from fedvlm.backbones.text import TextTower
-from fedvlm.core import Cohort, Data, Extra, Message, Params, Reply, State, copy_per_client, nbytes
+from fedvlm.core import (
+    Cohort,
+    Data,
+    Extra,
+    Message,
+    Params,
+    Reply,
+    State,
+    copy_per_client,
+    is_running_statistic,
+    nbytes,
+)
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.guard import Guard
@@ -467,6 +478,49 @@ def test_contract(names, double, pytestconfig):
     found = failures(case_of(*small_parts(*names), metrics=more), checks_of(names))
     if found:
         raise ExceptionGroup(f"{'-'.join(names)} fails {', '.join(found)}", list(found.values()))
+
+
+class Canned:
+    """An engine whose clients answer with fixed numbers; running statistics are multiplied by `scale`."""
+
+    def __init__(self, method: Method, scale: float):
+        self.method, self.scale = method, scale
+        self.draw = torch.Generator().manual_seed(9)
+
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        schema = steps.find(step).schema(self.method, {})
+        values = {k: 1 + self.numbers((len(ids), *f.shape)).abs() for k, f in schema.values.items()}
+        shared = {k: v + self.numbers((len(ids), *v.shape)) for k, v in message.shared.items() if schema.shared}
+        yield Reply(ids, values, {k: v * self.scale if is_running_statistic(k) else v for k, v in shared.items()})
+
+    def numbers(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self.draw)
+
+
+ROBUST = ("median", "trimmed")  # of running statistics they take their own robust mean, not one by weights
+
+
+@pytest.mark.parametrize("merge", parts.names("merge"))
+def test_running_statistics_are_averaged_and_counted_nowhere_else(merge, double):
+    """In a network with batch norm, statistics of any size change neither the other parameters nor the weights."""
+    local = "scaffold" if merge == "scaffold" else "sgd"
+    names = ("resnet", local, merge)
+    if is_expected(refusal(names)):
+        pytest.skip(refusal(names))
+    adapter, rule, server = small_parts(*names)
+    method = Method.build(adapter, rule, server, example(adapter)[0], 5)
+    after, notes, replies = [], [], []
+    for scale in (1.0, 1e3):
+        engine, cohort = Canned(method, scale), Cohort(Canned(method, scale), ABLE, 2, rounds=4)
+        after.append(method.round(method.init(len(SIZES)), cohort).shared)
+        notes.append(cohort.notes["weights"])
+        replies.append(next(engine.run("train", ABLE, method.init(len(SIZES)).message(), 2, 0)).shared)
+    statistics = [k for k in method.initial if is_running_statistic(k)]
+    assert statistics and notes[0] == notes[1]
+    same(*({k: v for k, v in shared.items() if k not in statistics} for shared in after))
+    weight = torch.tensor(list(notes[1].values()))
+    for k in statistics if merge not in ROBUST else ():
+        close({k: after[1][k]}, {k: torch.tensordot(weight, replies[1][k], dims=1)})
 
 
 # Every part is enrolled, and the checks find parts that break the contract

@@ -43,12 +43,19 @@ class InProcess:
         self.agent = agent.Agent(home, run)
 
     def post(self, ticket, frame):
-        threading.Thread(target=lambda: self.answered(self, ticket, self.agent.answer(frame))).start()
+        threading.Thread(target=lambda: self.answered(self, ticket, self.reply(frame))).start()
+
+    def reply(self, frame):
+        return site.Spool(self.home, answer(self.agent, frame.get(0, frame.size)))
 
     def stop(self):
         self.ended = True
 
     kill = stop
+
+
+def answer(one: agent.Agent, frame: bytes) -> bytes:
+    return one.answer(agent.Request.read(frame))
 
 
 class Proxy:
@@ -359,7 +366,7 @@ class Slow(InProcess):
         self.answered, self.busy, self.ended = answered, False, False
 
     def post(self, ticket, frame):
-        self.answered(self, ticket, bytes(frame))
+        self.answered(self, ticket, frame)
 
 
 def test_large_messages_go_in_parts_and_lost_ones_are_repeated(monkeypatch, tmp_path):
@@ -374,6 +381,15 @@ def test_large_messages_go_in_parts_and_lost_ones_are_repeated(monkeypatch, tmp_
     links = Links("run", {"north": Proxy(one, broken=(2, 9, 11))})  # a put, an ask and a get are lost
     assert links.exchange({"north": frame}, {"north": 10_000}, 1, 5.0, 1.0, 5.0) == {"north": frame}
     links.close()
+
+
+def test_large_messages_lie_in_files_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "PART", 1000)
+    spool = site.Spool(tmp_path)
+    spool.put(1500, b"b" * 500)
+    spool.put(0, b"a" * 1500)
+    assert spool.size == 2000 and spool.get(1400, 300) == b"a" * 100 + b"b" * 200
+    assert spool.file._rolled and not list(tmp_path.iterdir())
 
 
 def test_no_path_is_in_an_error_that_leaves(federation):
@@ -401,12 +417,12 @@ def test_a_site_that_asks_for_privacy_does_not_train_without_it(federation, monk
     sites = federation(rules={"twemoji": "epsilon: 50\n"})
     plan = sites.plan("fedavg", unseen=[], dp="client", epsilon=20.0)
     one = agent.Agent(sites.place / "twemoji", plan.name)
-    hello = unpack(one.answer(pack(Header("look", 0, 0, 1), packed(plan))))[0]
+    hello = unpack(answer(one, pack(Header("look", 0, 0, 1), packed(plan))))[0]
     assert not hello.error
     agreed = Agreed(2, list(CLASSES), [], 64, 1.0, 3, "run")
-    begun = unpack(one.answer(pack(Header("begin", 0, 0, 2), packed(agreed))))[0]
+    begun = unpack(answer(one, pack(Header("begin", 0, 0, 2), packed(agreed))))[0]
     assert not begun.error
-    refused = unpack(one.answer(pack(Header("train", 1, 1, 3), {})))[0]
+    refused = unpack(answer(one, pack(Header("train", 1, 1, 3), {})))[0]
     assert "differential privacy" in refused.error
 
 
@@ -426,5 +442,5 @@ def test_rules_that_became_stricter_hold_for_a_new_process(federation):
     about = json.loads((home / "site.json").read_text()) | {"rules": str(home / "site.yaml")}
     (home / "site.json").write_text(json.dumps(about))
     frame = wire.pack(wire.Header("score", 1), {})
-    answer = wire.unpack(agent.Agent(home, plan.name).answer(frame))[0]
-    assert "this site's rules allow no method fedavg" in answer.error
+    told = wire.unpack(answer(agent.Agent(home, plan.name), frame))[0]
+    assert "this site's rules allow no method fedavg" in told.error

@@ -5,15 +5,17 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from helpers import example
+from helpers import example, train_small
 
 from fedvlm.adapters.head import Head
+from fedvlm.cli import main
 from fedvlm.core import Cohort, Data
 from fedvlm.engines.stacked import Stacked
 from fedvlm.local.means import Means
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
+from fedvlm.report.effects import effects
 
 
 @dataclass(frozen=True)
@@ -51,3 +53,11 @@ def test_means_over_steps_know_who_still_trains():
     means.add(a=torch.tensor([1.0, 4.0]))
     means.add(a=torch.tensor([3.0]))
     assert means.found("a", "b")["a"].tolist() == [2.0, 4.0] and means.found("b")["b"].tolist() == [0.0, 0.0]
+
+
+def test_a_run_shows_what_its_mechanisms_did(images, tmp_path, capsys):
+    run = train_small(images, tmp_path / "run", method="fft-gp", rounds=1)
+    assert main(["show", str(run.folder)]) == 0
+    told = capsys.readouterr().out
+    assert "fft-gp" in told and "G" in told and "records no mechanism" not in told
+    assert [e.name for e in effects(run)] and all(e.meaning for e in effects(run))

@@ -82,10 +82,10 @@ def test_unusable_slopes_are_replaced_by_the_median():
     weight, moved = torch.tensor([0.25] * 4), torch.tensor([0.30, 0.20, 0.26, 0.24])
     gap = torch.tensor([1.0, 0.5, 0.7, 0.6])
     moved_gap = torch.tensor([0.9, 0.5, 0.8, 0.65])  # usable, did not move, wrong sign, usable
-    found = slopes(weight, moved, gap, moved_gap)
-    assert torch.allclose(found, torch.tensor([0.5, 0.2, 0.2, 0.2])) and (found > 0).all()
-    assert slopes(weight, weight, gap, gap) is None
-    assert slopes(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1)) is None
+    found, usable = slopes(weight, moved, gap, moved_gap)
+    assert usable == 0.5 and torch.allclose(found, torch.tensor([0.5, 0.2, 0.2, 0.2])) and (found > 0).all()
+    assert slopes(weight, weight, gap, gap) == (None, 0.0)
+    assert slopes(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1)) == (None, 0.0)
 
 
 def test_ga_raises_weights_of_large_gaps_and_keeps_weights_without_gaps():
@@ -201,29 +201,13 @@ def test_bgp_without_alignment_is_sgd_and_with_it_is_not():
         return play(Method.build(adapter, local, merge, task, 5), data, 6, rounds=1).state.shared
 
     plain = trained(Sgd(**rules))
-    close(trained(Bgp(**rules, align=0.0)), plain)
-    close(trained(Bgp(**rules, phases="task")), plain)
+    close(trained(Bgp(**rules, align=0.0, budget="same")), plain)
+    close(trained(Bgp(**rules, align=0.0)), trained(Sgd(**rules | {"epochs": 4})))
     start = adapter.init(task, 5)
     far = sum((plain[k] - start[k]).square().sum() for k in start)
     near = trained(Bgp(**rules, align=1e6, phases="aligned"))
     assert near["w1"].isfinite().all() and far > 0
     assert not torch.equal(trained(Bgp(**rules, align=100.0))["w1"], plain["w1"])
-
-
-def test_bgp_aligns_every_second_step():
-    task = random_task()
-    data = random_data(task, sizes=((8, 1, 1),))
-    model = build("attention", "sgd", "mean").model
-    rule = Bgp(batch=4, align=50.0)
-    message = Message(model.adapter.init(task, 5))
-    now = {k: v[None] + 0.1 for k, v in message.shared.items()}
-    first, second = data.batches(4)
-    assert (first.step, second.step) == (0, 1)
-    plain = model.gradients("cross-entropy")
-    a, b = rule.gradients(model, message, {})(now, first), plain(now, first)
-    assert all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-    a, b = rule.gradients(model, message, {})(now, second), plain(now, second)
-    assert any((x - y).abs().max() > 1e-8 for x, y in zip(a[1], b[1], strict=True))
 
 
 def test_perfedavg_by_hand():
@@ -238,7 +222,7 @@ def test_perfedavg_by_hand():
         w = w.clone().requires_grad_()
         return torch.autograd.grad(torch.nn.functional.cross_entropy(s * x @ w.T, y), w)[0]
 
-    inner = w - 0.01 * gradient(w, batch.x[0, 0::2], batch.y[0, 0::2])
+    inner = w - 0.1 * gradient(w, batch.x[0, 0::2], batch.y[0, 0::2])
     expected = w - 0.1 * gradient(inner, batch.x[0, 1::2], batch.y[0, 1::2])
     got = method.round(method.init(1), Cohort(Stacked(method, data, 1), np.array([0]), 1)).shared["head"]
     torch.testing.assert_close(got, expected)

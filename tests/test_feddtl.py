@@ -420,9 +420,11 @@ def test_reinforced_stacked_is_serial(double, algorithm):
         other, _, scored_beside, beside = play(method, data, chunk, rounds=2)
         close(sent(state), sent(other))
         close(scored, scored_beside)
-        for name in ("clipped", "flat", "loss", "train_accuracy", "text_loss"):
+        for name in ("loss", "train_accuracy", "text_loss"):
             assert beside.notes[name] == pytest.approx(cohort.notes[name], rel=1e-9)
-    assert 0 < cohort.notes["flat"] < 1 and cohort.notes["clipped"] > 0
+        for name, values in cohort.effects.items():
+            assert sorted(beside.effects[name]) == pytest.approx(sorted(values), rel=1e-9)  # in order of reply
+    assert 0 < np.mean(cohort.effects["flat"]) < 1 and np.mean(cohort.effects["clipped"]) > 0
 
 
 def test_reinforced_order_and_absence(double):
@@ -462,7 +464,7 @@ class Clients:
         here = self.script[round - 1]
         for i, accuracy in zip(ids, here if isinstance(here, tuple) else (here, here), strict=True):
             values = {"n": torch.ones(1), "loss": torch.zeros(1)}
-            values |= {"accuracy": torch.tensor([accuracy]), "clipped": torch.tensor([0.25])}
+            values |= {"accuracy": torch.tensor([accuracy])}
             yield Reply(np.array([i]), values, {"w": message.shared["w"][None] + 2.0 * i})
 
 
@@ -512,7 +514,6 @@ def test_the_switch_in_plain_numbers(double):
     assert stages == ["supervised"] * 6 + ["reinforced"] * 2
     assert [n["train_accuracy"] for n in notes] == script
     assert float(state.server[FINAL + "w"]) == 16.0 and float(state.server["stage.rounds"]) == 6
-    assert "clipped" not in notes[0] and notes[-1]["clipped"] == 0.25
     assert staged([0.5, 0.75, 1.0], tolerance=0.25, patience=1)[0] == ["supervised"] * 3  # less than, not at most
 
 
@@ -585,11 +586,11 @@ def test_training_the_text_tower_lowers_its_loss(double):
     method = feddtl(merge=merge)
     replies = [reply.values for reply in heard(method, data).values()]
     received = [(values["embeddings"][0], values["labels"][0].long()) for values in replies]
-    changes = merge.text_adapter.init(task, 5)
+    changes = merge.text_adapter(IMAGE).init(task, 5)
     z, y = (torch.cat(part) for part in zip(*received, strict=True))
 
     def loss(changes) -> float:
-        return float(F.cross_entropy(8.0 * z @ merge.class_embeddings(task, changes)["text"].T, y))
+        return float(F.cross_entropy(8.0 * z @ merge.class_embeddings(method.model, changes)["text"].T, y))
 
     after, mean_loss = merge.train_text_tower(method.model, changes, received, 1)
     assert loss(after) < mean_loss < loss(changes) and loss(changes) - loss(after) > 0.01
@@ -609,7 +610,7 @@ def test_class_embeddings_take_the_place_of_the_frozen_ones(double):
     text = state.task["text"]
     assert (text - task.names()).abs().max() > 1e-3
     towers = {k: v for k, v in state.server.items() if k.startswith(TOWER)}
-    torch.testing.assert_close(text, TextServer().text_adapter.class_vectors(task, with_client_axis(towers))[0])
+    torch.testing.assert_close(text, TextServer().text_adapter(IMAGE).class_vectors(task, with_client_axis(towers))[0])
     now = method.for_message(state.message())
     assert torch.equal(now.task.names(), text) and state.shared.keys() == method.initial.keys()
     low, high = data.bounds[0, :2]
@@ -631,7 +632,7 @@ def test_novel_classes_get_embeddings_too(double):
     said = state.task["novel"]
     assert said.shape == rest.names().shape and (said - rest.names()).abs().max() > 1e-3
     towers = {k: v for k, v in state.server.items() if k.startswith(TOWER)}
-    torch.testing.assert_close(said, TextServer().text_adapter.class_vectors(rest, with_client_axis(towers))[0])
+    torch.testing.assert_close(said, TextServer().text_adapter(IMAGE).class_vectors(rest, with_client_axis(towers))[0])
     now = method.for_message(state.message())
     assert now.task.novel and torch.equal(now.task.novel.names(), said)
     (reply,) = Stacked(method, data, 1).run("novel.shared", np.array([0]), state.message(), 2, 0)
@@ -763,7 +764,8 @@ def whole(images, tmp_path_factory):
 def test_a_run_goes_through_both_stages(whole):
     records = whole.rounds()[1:]
     assert [r["stage"] for r in records] == ["supervised"] * 2 + ["reinforced"] * 2
-    assert all(("clipped" in r) == ("flat" in r) == (r["stage"] == "reinforced") for r in records)
+    assert all((r["effects"]["flat"] > 0) == (r["stage"] == "reinforced") for r in records)
+    assert all(0.5 < r["effects"]["text_cosine"] < 1.00001 for r in records)  # six digits are recorded
     assert records[-1]["embeddings"] == 36 and {"text_loss", "train_accuracy", "novel"} <= set(records[-1])
     assert "embeddings of private images" in whole.record.reveals
     state = whole.load()[0]

@@ -210,3 +210,17 @@ def test_sites_are_waited_for_when_the_server_is_back(server, begun, monkeypatch
         server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in next(server.looks)]
     )
     follower.wait_for_sites(server)  # somebody does not come back: the run goes on
+
+
+def test_a_job_that_starts_slowly_is_not_ended_for_who_was_missing_before(server, begun, monkeypatch):
+    sites = RunFolder(begun).record.clients
+    monkeypatch.setattr(server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in sites])
+    monkeypatch.setattr(admin, "REJOIN", 0.0)
+    follower = admin.Follower("", SimpleNamespace(name="the run", federation="hearts", sites=sites), begun, print)  # type: ignore[arg-type]
+    RunFolder(begun).append({"round": 3, "missing": sites[1:2]})
+    follower.seen = 4
+    follower.submit(server)
+    assert not follower.someone_is_missing(server) and not follower.someone_is_missing(server)
+    RunFolder(begun).append({"round": 4, "missing": sites[1:2]})  # it has begun without the site
+    follower.someone_is_missing(server)
+    assert follower.someone_is_missing(server)

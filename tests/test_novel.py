@@ -26,6 +26,7 @@ from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError, NoQuorum
 from fedvlm.evaluate import novel
+from fedvlm.evaluate.novel import MACRO
 from fedvlm.evaluate.views import evaluate
 from fedvlm.folder import RunFolder
 from fedvlm.method import Method
@@ -175,6 +176,9 @@ def test_measures_by_hand():
         "base": round((2 / 6 + 1) / 2, 6),
         "novel": 0.5,
         "hm": round(2 * (2 / 3) * 0.5 / (2 / 3 + 0.5), 6),
+        "base_macro": 0.75,  # (1 + 0 + 1 + 1)/4: the class without test images does not count
+        "novel_macro": 0.5,
+        "hm_macro": 0.6,
     }
     alone = novel.measures({"base": right["base"]}, held, sizes)
     assert alone["novel"] is None and alone["hm"] is None and alone["base"] == round(2 / 3, 6)
@@ -228,7 +232,7 @@ def test_own_models_by_hand(images, tmp_path):
     assert last["base"] == pytest.approx(np.mean(base), abs=1e-6)
     assert last["local"] == pytest.approx(np.mean(local), abs=1e-6)
     assert last["base_to_novel"]["shared"]["base"] == pytest.approx(float(shared), abs=1e-6)
-    assert last["base_to_novel"]["personal"] == {m: last[m] for m in MEASURES}
+    assert last["base_to_novel"]["personal"] == {m: last[m] for m in (*MEASURES, *MACRO)}
     assert last["base_to_novel"]["shared"] != last["base_to_novel"]["personal"]  # disjoint: own maps know own classes
 
 

@@ -14,7 +14,7 @@ import yaml
 from fedvlm import parts
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import RENAMED
-from fedvlm.recipe import AXES, PAPERS, Layer, load, names, presets, published, published_data
+from fedvlm.recipe import AXES, PAPERS, Layer, _published, load, names, presets, published, published_data
 
 BEFORE = json.loads((Path(__file__).parent / "data" / "recipes_before.json").read_text(encoding="utf-8"))
 PRODUCT = ("fedavg", "fedprox", "ditto", "perfedavg", "ga", "grace", "afl", "q-ffl", "fft-gp")
@@ -70,9 +70,11 @@ def test_a_method_on_its_own_network_is_itself():
 @pytest.mark.parametrize("old", BEFORE["recipes"])
 def test_every_published_number_is_kept(old):
     before = BEFORE["recipes"][old]["published"]
-    assert {data: published(*now(old), data) for data in published_data(*now(old))} == before
-    for data in {"pacs", "roles", "caltech101"} - before.keys():
-        assert published(*now(old), data) == {}
+    assert before.keys() <= set(published_data(*now(old)))
+    for data, numbers in before.items():
+        known = [e.numbers for e in _published() if (e.method, e.on, e.data) == (*now(old), data)]
+        assert numbers in known and published(*now(old), data) == max(known, key=len)
+    assert published(*now(old), "roles") == before.get("roles", {})
 
 
 @pytest.mark.parametrize("table", BEFORE["base_to_novel"])
@@ -99,7 +101,8 @@ def test_all_files_can_be_read_and_name_methods_and_presets_that_exist():
     for path in PAPERS.glob("*.yaml"):
         for table in yaml.safe_load(path.read_text(encoding="utf-8").replace("on:", "preset:"))["tables"]:
             for row in table["rows"]:
-                assert row["method"] in names() and row.get("preset", "") in ("", *presets())
+                assert row.get("method") in names() or row["missing"]
+                assert row.get("preset", "") in ("", *presets())
 
 
 def test_layers_are_ordered_and_say_where_they_come_from(tmp_path):
@@ -110,7 +113,7 @@ def test_layers_are_ordered_and_say_where_they_come_from(tmp_path):
     assert [layer.origin for layer in load("fedavg").layers("other")] == ["paper"]
     assert [layer.origin for layer in load("fedavg").layers("mini-clip", tuned=False)] == ["paper"]
     assert origins("zero-shot") == ["recipe zero-shot"]
-    assert origins("grace", "unet") == ["on unet", "grace on unet"]
+    assert origins("q-ffl", "unet") == ["on unet", "q-ffl on unet"]
     assert origins("ga", "attention") == ["on attention", "tuned for mini-clip, on attention"]
     inherited = ["paper, like promptfl", "tuned for mini-clip, like promptfl"]
     assert origins("fedlapt") == [*inherited, "paper", "tuned for mini-clip"]

@@ -471,13 +471,14 @@ def test_grace_looks_back_at_what_was_sent_and_bgp_goes_on(double):
     now = {k: v[None].clone() for k, v in model.adapter.init(task, 5).items()}
     anchor = {k: v + 0.01 for k, v in now.items()}
     rule = Grace(align=2.0, inner=0.3)
-    _, found = rule.gradients(model, Message({k: v[0] for k, v in anchor.items()}), {})(now, batch)
+    sent = Message({k: v[0] for k, v in anchor.items()})
+    _, found = rule.meta_gradients(model, sent, data, {})(now, batch)
     leaves = {k: v.clone().requires_grad_() for k, v in now.items()}
     first = batch._replace(weight=torch.tensor([[1 / 3, 0] * 3]))
     slopes = torch.autograd.grad(model.loss("cross-entropy", leaves, first).sum(), list(leaves.values()))
     there = {k: (v - 0.3 * g).detach().requires_grad_() for (k, v), g in zip(now.items(), slopes, strict=True)}
     second = batch._replace(weight=torch.tensor([[0, 1 / 3] * 3]))
-    features = [model.adapter.features(task, p, batch.x)[0, 1::2] for p in (there, anchor)]
+    features = [model.adapter.logits_and_aligned(task, p, batch)[1][0, 1::2] for p in (there, anchor)]
     apart = (features[0].mean(0) - features[1].mean(0)).square().mean()
     apart = apart + (features[0].T.cov() - features[1].T.cov()).square().mean()
     total = model.loss("cross-entropy", there, second).sum() + 2.0 * apart

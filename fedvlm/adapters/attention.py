@@ -1,7 +1,12 @@
 """FedCLIP's attention adapter (Lu et al., 2023): a learned mask weights the coordinates of the image embedding.
 
-a(h) = softmax(W₂ tanh(W₁ h + b₁) + b₂),  h* = a(h)·h / ‖a(h)·h‖,  logits = scale · cos(h*, class name).
-2(d² + d) parameters, all shared. Initialised as torch.nn.Linear: uniform in ±1/√d.
+a(h) = softmax(W₂ tanh(W₁ h + b₁) + b₂),  h* = a(h)·h / ‖a(h)·h‖,  logits = scale · cos(h*, class name), with h the
+embedding before normalisation, as in the paper and its code: from a vector of length 1, the mask hardly depends on the
+image. A black box gives normalised embeddings only; h then has length 1. W₁ is [width · d, d], so that the adapter has
+2 · width · d² + (width + 1) · d parameters, all shared. Initialised as torch.nn.Linear: uniform in ±1/√(its inputs).
+
+Rules that align features compare d · a(h)·h (our reading): not normalised, and times d so that a uniform mask leaves the
+embedding as it is. The coordinates of a(h)·h alone are d times smaller, and CORAL's covariances d⁴.
 """
 
 from dataclasses import dataclass
@@ -12,24 +17,40 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Task
-from fedvlm.core import Params, linear
+from fedvlm.core import Batch, Params, linear
+from fedvlm.keys import Count
 from fedvlm.seeds import generator
 
 
 @dataclass(frozen=True)
 class Attention(Adapter):
+    width: Count = 1  # of the hidden layer, in widths of the embedding
+    unit: bool = False  # true: the mask sees embeddings of length 1, as in fedvlm before 0.3
+
     open_vocabulary: ClassVar[bool] = True
+
+    @property
+    def view(self) -> str:  # type: ignore[override]
+        return "embedding" if self.unit else "raw"
 
     def init(self, task: Task, seed: int) -> Params:
         task.names()
-        rng, bound, d = generator(seed, 2), task.dim**-0.5, task.dim
-        shapes = {"w1": (d, d), "b1": (d,), "w2": (d, d), "b2": (d,)}
-        return {k: (torch.rand(s, generator=rng) * 2 - 1) * bound for k, s in shapes.items()}
+        rng, d, hidden = generator(seed, 2), task.dim, self.width * task.dim
+        shapes = {"w1": (hidden, d), "b1": (hidden,), "w2": (d, hidden), "b2": (d,)}
+        bounds = {"w1": d**-0.5, "b1": d**-0.5, "w2": hidden**-0.5, "b2": hidden**-0.5}
+        return {k: (torch.rand(s, generator=rng) * 2 - 1) * bounds[k] for k, s in shapes.items()}
+
+    def masked(self, params: Params, x: Tensor) -> Tensor:
+        """a(h)·h."""
+        hidden = torch.tanh(linear(x, params["w1"], params["b1"]))
+        return torch.softmax(linear(hidden, params["w2"], params["b2"]), dim=-1) * x
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        hidden = torch.tanh(linear(x, params["w1"], params["b1"]))
-        mask = torch.softmax(linear(hidden, params["w2"], params["b2"]), dim=-1)
-        return F.normalize(mask * x, dim=-1)
+        return F.normalize(self.masked(params, x), dim=-1)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * self.features(task, params, x) @ task.names().mT
+
+    def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
+        masked = self.masked(params, batch.x)
+        return task.scale * F.normalize(masked, dim=-1) @ task.names().mT, task.dim * masked

@@ -83,7 +83,8 @@ class Adapter:
     private: tuple[str, ...] = ()  # parameters that never leave a client
 
     task_type: ClassVar[TaskType] = CLASSIFICATION
-    view: ClassVar[str] = "embedding"  # its input: embedding (all a black box has), patches, hidden@k, pixels, text
+    # its input: embedding (all a black box has), raw (before normalisation), patches, hidden@k, pixels, text
+    view: ClassVar[str] = "embedding"
     requires: ClassVar[str] = ""  # of the backbone: "image tower", "text tower" or "both towers"; "": none
     limits: ClassVar[Limits] = Limits()
     alignment: ClassVar[Literal["images", "classes"]] = "images"  # what CORAL compares: image features or class vectors

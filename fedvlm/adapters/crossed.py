@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, towers_of
@@ -69,10 +68,10 @@ class Crossed(Layered):
         scores = (own @ query.mT) @ (shared @ key.mT).mT / float(self.size**0.5)
         return (shared + own) / 2 + scores.softmax(-1) @ (shared @ value.mT) @ out.mT
 
-    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+    def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         tokens = self.fused(params, "tokens")
         image_layers = towers_of(task, self.precision).image.last(self.layers)
-        return F.normalize(image_layers.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
+        return image_layers.features(x, tokens=tokens).to(tokens.dtype)
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         text_tower, context = towers_of(task, self.precision).text, self.fused(params, "context")

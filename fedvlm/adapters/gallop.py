@@ -8,9 +8,11 @@ loss = cross-entropy of the mean over the global prompts kept for an image + Σ 
 Prompt dropout: per image n − ⌊0.75 n⌋ global prompts are kept, at least one. They are drawn from the step and the
 image's place in the batch alone, so that a step depends only on its inputs; the images are shuffled anew every round.
 
-Everything is shared. The public FedGalLoP sends the global prompts only (private=detail,projection). Our reading: each
-prompt starts from its own random draw (there from "a photo of a", n times the same); local losses are summed (there
-averaged); the map comes after CLIP's projection, since stored features are projected (there before it).
+Shared: the global prompts. Private, as in the public FedGalLoP: the local prompts and the map; private=[] shares them
+too (the recipe fedgallop-all-shared). For a newcomer, who has none, the global prompts take the place of the local
+ones, and the map is the identity. Our reading: each prompt starts from its own random draw (there from "a photo of
+a", n times the same); local losses are summed (there averaged); the map comes after CLIP's projection, since stored
+features are projected (there before it).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from fedvlm.tasks import Objective
 
 @dataclass(frozen=True)
 class Gallop(Prompt):
+    private: tuple[str, ...] = ("detail", "projection")
     global_prompts: Count = 4  # n, global prompts
     local_prompts: Whole = 4  # m, local prompts; 0: none
     patches: Count = 5  # k, patches that the first local prompt is compared with; 2k for the second, and so on
@@ -49,6 +52,18 @@ class Gallop(Prompt):
         if self.local_prompts:
             params |= {"detail": contexts(self.global_prompts, self.local_prompts), "projection": torch.eye(task.dim)}
         return params
+
+    def __post_init__(self) -> None:
+        if not self.local_prompts:  # nothing that could be private
+            object.__setattr__(self, "private", tuple(p for p in self.private if p not in ("detail", "projection")))
+
+    def shared_only(self, params: Params) -> Params:
+        if not self.local_prompts:
+            return params
+        globals_in_turn = torch.arange(self.local_prompts) % self.global_prompts
+        eye = torch.eye(params["projection"].shape[-1]).to(params["projection"])
+        detail = params["context"][:, globals_in_turn].expand_as(params["detail"])
+        return params | {"detail": detail, "projection": eye.expand_as(params["projection"])}
 
     def prompts(self, task: Task, params: Params) -> Tensor:
         """The class vectors of each prompt, the global ones first: [clients, prompts, classes, dim]."""

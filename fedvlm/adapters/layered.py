@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedvlm.adapters.base import TEXT_FEATURES, Adapter, Limits, Task, class_vectors
 from fedvlm.backbones.text import LowerActivations, PromptPlan, TextTower
@@ -35,6 +36,13 @@ class Layered(Adapter):
     def view(self) -> str:  # type: ignore[override]
         return f"hidden@{-self.layers}"
 
+    def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        """The image embedding before normalisation, [clients, examples, dim], from activations hidden@−layers."""
+        raise NotImplementedError
+
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return F.normalize(self.embed(task, params, x), dim=-1)
+
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         """The frozen model's, for adapters that do not change the text tower."""
         return task.names()[None].to(dtype_of(params))
@@ -46,8 +54,12 @@ class Layered(Adapter):
         return task.scale * self.features(task, params, x) @ class_vectors(self, task, params).mT
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        features, text = self.features(task, params, batch.x), self.class_vectors(task, params)
-        return task.scale * features @ text.mT, text if self.alignment == "classes" else features
+        """Image features are compared before normalisation, where differences are not scaled down."""
+        text = self.class_vectors(task, params)
+        if self.alignment == "classes":
+            return task.scale * self.features(task, params, batch.x) @ text.mT, text
+        embedding = self.embed(task, params, batch.x)
+        return task.scale * F.normalize(embedding, dim=-1) @ text.mT, embedding
 
 
 def towers_of(task: Task, precision: Precision = "full") -> Towers:

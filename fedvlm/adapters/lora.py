@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, dtype_of, encode_lower_layers, require_phrases, towers_of
@@ -67,12 +66,11 @@ class Lora(Layered):
         return params
 
     def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        """The image embedding before normalisation, [clients, examples, dim], from activations hidden@−layers."""
         image_layers = towers_of(task, self.precision).image.last(self.layers)
         return image_layers.features(x, params, self.scale).to(dtype_of(params))
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        return x.to(dtype_of(params)) if self.towers == "text" else F.normalize(self.embed(task, params, x), dim=-1)
+        return x.to(dtype_of(params)) if self.towers == "text" else super().features(task, params, x)
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         if self.towers == "image":

@@ -6,19 +6,20 @@ for the previous ones. logits = scale · cos.
 Parameters, all shared: `context` [1, n, width], `deep` [depth − 1, n, width], `couple.weight` [depth, image width,
 width], `couple.bias` [depth, image width].
 
-As in the paper two vectors start as the first words of "a photo of a", deeper ones at N(0, 0.02). The paper's depth is
-9 of 12 layers; ours is 3, and image tokens enter after the tower's first norm (our reading). With layers=n they enter
-at the last n layers only.
+As in the paper two vectors start as the first words of "a photo of a", deeper ones at N(0, 0.02), and the depth is 9;
+towers with fewer layers have vectors in all of them. Image tokens enter after the tower's first norm (our reading). With
+layers=n they enter at the last n layers only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from fedvlm import console
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, towers_of
 from fedvlm.adapters.prompt import plan
@@ -31,32 +32,41 @@ from fedvlm.seeds import generator
 @dataclass(frozen=True)
 class Maple(Layered):
     context: Count = 2  # n, learned vectors before a class name
-    depth: Count = 3  # layers of each tower that have their own vectors
+    depth: Count = 9  # layers of each tower that have their own vectors, or all where a tower has fewer
     phrase: str = "a photo of a"  # words that the context starts from; "": noise
 
     def init(self, task: Task, seed: int) -> Params:
         text_tower, image_layers = towers_of(task).text, towers_of(task).image.last(self.layers)
-        deepest, n, width = min(len(image_layers.layers), len(text_tower.layers)), self.context, text_tower.width
-        if not 1 <= self.depth <= deepest:
-            raise FedvlmError(f"depth={self.depth}: the towers have {deepest} layers for it; use depth=1 to {deepest}")
+        n, width = self.context, text_tower.width
+        depth = clamped(self.depth, min(len(image_layers.layers), len(text_tower.layers)))
         rng = generator(seed, 61)
-        deep = 0.02 * torch.randn(self.depth, n, width, generator=rng)  # deep[0] is the context where phrase=""
+        deep = 0.02 * torch.randn(depth, n, width, generator=rng)  # deep[0] is the context where phrase=""
         context = initial_context(text_tower, self.phrase, deep[0])
-        weight, bias = (2 * torch.rand(self.depth, image_layers.width, k, generator=rng) - 1 for k in (width, 1))
+        weight, bias = (2 * torch.rand(depth, image_layers.width, k, generator=rng) - 1 for k in (width, 1))
         coupling = {"couple.weight": weight / width**0.5, "couple.bias": bias[..., 0] / width**0.5}
-        further = {"deep": deep[1:]} if self.depth > 1 else {}
+        further = {"deep": deep[1:]} if depth > 1 else {}
         return {"context": context[None], **further, **coupling}
 
-    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+    def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         vectors = torch.cat([params["context"], *([params["deep"]] if "deep" in params else [])], 1)
         tokens = vectors @ params["couple.weight"].mT + params["couple.bias"][:, :, None]
         image_layers = towers_of(task, self.precision).image.last(self.layers)
-        return F.normalize(image_layers.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
+        return image_layers.features(x, tokens=tokens).to(tokens.dtype)
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         text_tower, context = towers_of(task, self.precision).text, params["context"]
         prompts = plan(text_tower, task.classes, context.shape[2], "end")
         return text_tower.features(prompts, context, deep=params.get("deep"))
+
+
+@lru_cache
+def clamped(depth: int, layers: int) -> int:
+    """At most the layers there are; said once in a process."""
+    if depth > layers:
+        console.warn(
+            f"depth={depth}: the smaller tower has {layers} layers for it, and all of them get their own vectors"
+        )
+    return min(depth, layers)
 
 
 def initial_context(text_tower: TextTower, phrase: str, noise: Tensor) -> Tensor:

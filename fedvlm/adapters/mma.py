@@ -63,10 +63,9 @@ class Mma(Layered):
 
         return added
 
-    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+    def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         image_layers = towers_of(task, self.precision).image.last(self.layers)
-        embedding = image_layers.features(x, beside=self.beside(params, "image"))
-        return F.normalize(embedding.to(dtype_of(params)), dim=-1)
+        return image_layers.features(x, beside=self.beside(params, "image")).to(dtype_of(params))
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         text_tower, layers = towers_of(task, self.precision).text, params["middle"].shape[1]

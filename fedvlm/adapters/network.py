@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from fedvlm.adapters.base import Adapter, Limits, Task
 from fedvlm.core import Batch, Params
 from fedvlm.seeds import key
 
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and standard deviation of red, green, blue
 EPS = 1e-5  # added to a variance, as in torch's batch norm
 
 
@@ -123,6 +124,16 @@ def _without_values(adapter: Network, classes: int) -> nn.Module:
         return adapter.build(Task(tuple(map(str, range(classes))), None, 0, 1.0))
 
 
-def pixels_to_float(x: Tensor) -> Tensor:
-    """Integer pixels 0 … 255 as numbers in [−1, 1]; floating-point input as it is."""
-    return x if x.is_floating_point() else (x.to(torch.get_default_dtype()) / 127.5) - 1
+Normalisation = Literal["signed", "imagenet"]
+
+
+def pixels_to_float(x: Tensor, normalisation: Normalisation = "signed") -> Tensor:
+    """Integer pixels 0 … 255 as numbers in [−1, 1], or with ImageNet's mean and standard deviation by channel, as public
+    weights expect them; floating-point input as it is."""
+    if x.is_floating_point():
+        return x
+    x = x.to(torch.get_default_dtype())
+    if normalisation == "signed":
+        return x / 127.5 - 1
+    mean, std = (torch.tensor(v, dtype=x.dtype, device=x.device)[:, None, None] for v in IMAGENET)
+    return (x / 255 - mean) / std

@@ -3,13 +3,14 @@
 A class's prompt is t_c = (1 − ρ) t^l_c + ρ t^g_c, ρ = 0.2, with t^l private and t^g shared. U outsider prompts t^o,
 shared, belong to nouns far from every class (data/nouns.py); they are trained to match no training image. p is a
 softmax over C + U: loss = −log p(y|x) − log p(ID|x), p(ID|x) = Σ_c p(c|x).  Detection: the largest p of a class, with
-the softmax over C + U. An outsider's noun belongs to its index: where the server moves contexts between indices, nouns
-stay (the paper is silent).
+the softmax over C + U. All contexts start from draws of their own. A context stays before its noun: the server chooses
+among the clients' versions of each (merge/transport.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from fedvlm.adapters.prompt import Prompt, plan
 from fedvlm.core import Batch, FedvlmError, Params
 from fedvlm.keys import Count, Share, Whole
 from fedvlm.metrics.detection import mcm, scores_of
+from fedvlm.seeds import generator
 from fedvlm.tasks import Objective
 
 
@@ -28,14 +30,26 @@ class Outsiders(Prompt):
     specific: bool = True  # each class has its own context; false: one context for all classes
     fusion: Share = 0.2  # ρ, share of the global context in a class's prompt; the rest is the private one
     count: Count = 100  # U, outsider prompts
+    separate: bool = True  # −log p(ID|x) in the loss; false: cross-entropy over classes and outsiders only
     candidates: Whole = 0  # WordNet nouns, evenly spaced, from which outsiders are chosen; 0: all
+
+    diagnostics: ClassVar[tuple[str, ...]] = ("global_share",)
 
     def init(self, task: Task, seed: int) -> Params:
         if len(task.nouns) < self.count:
             raise FedvlmError(f"count={self.count} outsider prompts, and there are {len(task.nouns)} nouns for them")
-        context = super().init(task, seed)["context"]
-        outsiders = context[:1].expand(self.count, *context.shape[1:])
-        return {"context": context, "own": context.clone(), "outsiders": outsiders.clone()}
+        start = super().init(task, seed)["context"]
+        sizes = {"context": len(start), "own": len(start), "outsiders": self.count}
+        if self.phrase:
+            return {k: start[:1].repeat(n, 1, 1) for k, n in sizes.items()}
+        draw = generator(seed, 47)
+        return {k: 0.02 * torch.randn(n, *start.shape[1:], generator=draw).to(start) for k, n in sizes.items()}
+
+    def diagnose(self, task: Task, params: Params) -> Params:
+        """The share of the fused prompts' squared norm that comes from the global contexts; private ones have the rest."""
+        own, shared = (params[k].flatten(1) for k in ("own", "context"))
+        fused = own + self.fusion * (shared - own)
+        return {"global_share": self.fusion * (fused * shared).sum(1) / fused.square().sum(1)}
 
     def shared_only(self, params: Params) -> Params:
         return params | {"own": params["context"]}
@@ -44,30 +58,34 @@ class Outsiders(Prompt):
         own, shared = params["own"], params["context"]
         return super().class_vectors(task, {"context": own + self.fusion * (shared - own)})
 
-    def prompts(self, task: Task, params: Params) -> Tensor:
-        """The encoded prompts of the classes, then of the outsiders: [clients, C + U, dim]."""
+    def encode(self, task: Task, params: Params) -> Params:
+        """The encoded prompts of the classes and of the outsiders, by the name of their shared context."""
         tower, context = self.tower(task), params["outsiders"]
         nouns = tower.features(plan(tower, task.nouns[: self.count], context.shape[2], self.position), context)
-        classes = self.class_vectors(task, params)
-        return torch.cat([part.expand(max(len(nouns), len(classes)), -1, -1) for part in (classes, nouns)], dim=1)
+        return {"context": self.class_vectors(task, params), "outsiders": nouns}
+
+    def logits_of(self, task: Task, encoded: Params, batch: Batch) -> Tensor:
+        return task.scale * batch.x @ together(encoded).mT
 
     def prepare(self, task: Task, params: Params, before: Params) -> Params:
         if not (before and torch.equal(before["outsiders"], params["outsiders"])):
-            return params | {TEXT_FEATURES: self.prompts(task, params)}
+            return params | {TEXT_FEATURES: together(self.encode(task, params))}
         # outsider prompts are shared, so the encoded ones of the other model are used again
         classes, nouns = self.class_vectors(task, params), before[TEXT_FEATURES][:, len(task.classes) :]
         return params | {TEXT_FEATURES: torch.cat([classes, nouns.expand(len(classes), -1, -1)], dim=1)}
 
     def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        return task.scale * batch.x @ self.prompts(task, params).mT
+        return self.logits_of(task, self.encode(task, params), batch)
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
-        text = self.prompts(task, params)
-        return task.scale * batch.x @ text.mT, text[:, : len(task.classes)]
+        encoded = self.encode(task, params)
+        return self.logits_of(task, encoded, batch), encoded["context"]
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        inside = logits[..., : logits.shape[-1] - self.count].logsumexp(-1)
-        return super().losses(logits, y) + logits.logsumexp(-1) - inside
+        each = super().losses(logits, y)
+        if not self.separate:
+            return each
+        return each + logits.logsumexp(-1) - logits[..., : logits.shape[-1] - self.count].logsumexp(-1)
 
     def loss(self, objective: Objective, logits: Tensor, batch: Batch) -> Tensor:
         if objective != "cross-entropy":
@@ -75,6 +93,13 @@ class Outsiders(Prompt):
         return batch.mean(self.losses(logits, batch.y))
 
     def detection_scores(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        text = params[TEXT_FEATURES] if TEXT_FEATURES in params else self.prompts(task, params)
+        text = params[TEXT_FEATURES] if TEXT_FEATURES in params else together(self.encode(task, params))
         logits, classes = task.scale * x @ text.mT, len(task.classes)
         return scores_of(logits[..., :classes]) | {"mcm": mcm(logits, classes=classes)}
+
+
+def together(encoded: Params) -> Tensor:
+    """The classes' encoded prompts, then the outsiders': [clients, C + U, dim]."""
+    parts = encoded["context"], encoded["outsiders"]
+    clients = max(map(len, parts))
+    return torch.cat([part.expand(clients, -1, -1) for part in parts], dim=1)

@@ -1,8 +1,9 @@
 """Full training of a residual network (He et al., 2016) from pixels to classes, all of it shared.
 
 Parameters are named as in torchvision and timm (conv1, layer1.0.bn1, …, fc), so `start=` takes a pre-trained
-.safetensors file of theirs. Without one it starts at random; nothing is downloaded. For small images the first layers
-keep the resolution, as is usual.
+.safetensors file of theirs, and pixels are then normalised as these weights expect it (ImageNet's mean and standard
+deviation). Without one it starts at random; nothing is downloaded. For small images the first layers keep the resolution,
+as is usual.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
-from fedvlm.adapters.network import Network, Norm, pixels_to_float
+from fedvlm.adapters.network import Network, Norm, Normalisation, pixels_to_float
 from fedvlm.core import FedvlmError, Params
 from fedvlm.keys import Count
 
@@ -31,20 +32,35 @@ class ResNet(Network):
     depth: Literal[10, 18, 34, 50] = 18  # layers: ResNet-10, -18, -34 or -50
     width: Count = 64  # channels of the first stage
     start: str = ""  # a .safetensors file of pre-trained parameters; "": random
+    normalise: Literal["auto", "signed", "imagenet"] = "auto"  # pixels: to ±1, or by ImageNet's mean; auto: with start=
 
     view: ClassVar[str] = "pixels"
 
     def build(self, task: Task) -> nn.Module:
-        return Residual(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes))
+        return Residual(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes), self.normalisation)
+
+    @property
+    def normalisation(self) -> Normalisation:
+        if self.normalise == "auto":
+            return "imagenet" if self.start else "signed"
+        return self.normalise
 
     def init(self, task: Task, seed: int) -> Params:
         random = super().init(task, seed)
-        return random | load_pretrained(Path(self.start), random) if self.start else random
+        if not self.start:
+            return random
+        found = read(Path(self.start))
+        if self.normalise == "auto" and any(k.endswith("running_square") for k in found):
+            raise FedvlmError(
+                f"start={self.start} was trained with fedvlm; say normalise=signed, or normalise=imagenet, as it was there"
+            )
+        return random | load_pretrained(Path(self.start), found, random)
 
 
 class Residual(nn.Module):
-    def __init__(self, blocks: tuple[int, ...], width: int, deep: bool, classes: int):
+    def __init__(self, blocks: tuple[int, ...], width: int, deep: bool, classes: int, normalisation: Normalisation):
         super().__init__()
+        self.normalisation = normalisation
         self.conv1, self.bn1 = nn.Conv2d(3, width, 7, 2, 3, bias=False), Norm(width)
         channels = width
         for stage, count in enumerate(blocks):
@@ -61,7 +77,7 @@ class Residual(nn.Module):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = pixels_to_float(x)
+        x = pixels_to_float(x, self.normalisation)
         small = x.shape[-1] <= SMALL_IMAGE
         x = F.conv2d(x, self.conv1.weight, stride=1 if small else 2, padding=3)
         x = torch.relu(self.bn1(x, real))
@@ -102,13 +118,17 @@ class Block(nn.Module):
         return torch.relu(out + x)
 
 
-def load_pretrained(path: Path, initial: Params) -> Params:
-    """The file's values of these parameters, with running variances as second moments; a classifier of another number of
-    classes is left out."""
+def read(path: Path) -> Params:
     try:
-        found = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise FedvlmError(f"start={path}: cannot be read as .safetensors ({error})") from error
+
+
+def load_pretrained(path: Path, found: Params, initial: Params) -> Params:
+    """The file's values of these parameters, with running variances as second moments; a classifier of another number of
+    classes is left out."""
+    found = dict(found)
     for name in [n for n in found if n.endswith("running_var")]:
         mean = found[name.replace("running_var", "running_mean")]
         found[name.replace("running_var", "running_square")] = found.pop(name) + mean.square()

@@ -36,6 +36,9 @@ class Tower(Network):
     def logits_and_features(
         self, task: Task, params: Params, x: Tensor, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """The features are the embedding before normalisation, where differences are not scaled down (CORAL)."""
         embedding, _ = super().logits_and_features(task, params, x, real)
-        features = F.normalize(embedding, dim=-1)
-        return task.scale * features @ task.names().mT, features
+        return task.scale * F.normalize(embedding, dim=-1) @ task.names().mT, embedding
+
+    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        return F.normalize(super().features(task, params, x), dim=-1)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
 from fedvlm.adapters.layered import Layered, towers_of
@@ -36,7 +35,7 @@ class Visual(Layered):
         depth = len(image_layers.layers) if self.deep else 1
         return {"tokens": 0.02 * torch.randn(depth, self.tokens, image_layers.width, generator=generator(seed, 59))}
 
-    def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
+    def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         tokens = params["tokens"]
         image_layers = towers_of(task, self.precision).image.last(self.layers)
-        return F.normalize(image_layers.features(x, tokens=tokens).to(tokens.dtype), dim=-1)
+        return image_layers.features(x, tokens=tokens).to(tokens.dtype)

@@ -13,6 +13,7 @@ from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import Towers
 from fedvlm.core import FedvlmError
 
+RAW = "raw"  # the view of embeddings before they are normalised
 Tower = nn.Module | TextTower | Towers  # the module is hf.ImageTower, CLIP's image tower from raw pixels
 
 
@@ -52,8 +53,15 @@ class HasViews(Protocol):
         ...
 
 
+def offered(backbone: Backbone, view: str) -> str:
+    """The view, or embedding in place of raw where the backbone gives normalised embeddings only."""
+    raw = isinstance(backbone, HasViews) and backbone.view_format(RAW) is not None
+    return "embedding" if view == RAW and not raw else view
+
+
 def view_format(backbone: Backbone, view: str) -> ViewFormat:
     """The format of the backbone's view, or an error where it has no such view."""
+    view = offered(backbone, view)
     if isinstance(backbone, HasViews):
         found = backbone.view_format(view)
     else:
@@ -65,6 +73,7 @@ def view_format(backbone: Backbone, view: str) -> ViewFormat:
 
 def encode_view(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor:
     """The images in that view, [images, …]."""
+    view = offered(backbone, view)
     if view == "embedding":
         return backbone.images(images)
     if not isinstance(backbone, HasViews):

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm.backbones.base import ViewFormat
+from fedvlm.backbones.base import RAW, ViewFormat
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.core import FedvlmError
@@ -234,8 +234,15 @@ class Clip(HuggingFaceModel["CLIPModel"]):
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
-        return F.normalize(self.model.visual_projection(pooled), dim=-1).cpu()
+        return F.normalize(self.embeddings(images), dim=-1).cpu()
+
+    @torch.no_grad()
+    def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
+        """[images, dim], before they are normalised."""
+        found: Tensor = self.model.visual_projection(
+            self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
+        )
+        return found
 
     @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
@@ -257,11 +264,15 @@ class Clip(HuggingFaceModel["CLIPModel"]):
             return ViewFormat((tokens, int(config.get("hidden_size", 768))))
         if view == "patches":
             return ViewFormat((tokens, self.dim), "<f2")
-        return {"embedding": ViewFormat((self.dim,)), "pixels": ViewFormat((3, size, size), "u1")}.get(view)
+        if view in ("embedding", RAW):
+            return ViewFormat((self.dim,))
+        return ViewFormat((3, size, size), "u1") if view == "pixels" else None
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """hidden@k and patches as below. pixels: resized and cropped as for CLIP, uint8, which takes a quarter of the
+        """raw, hidden@k and patches as below. pixels: resized and cropped as for CLIP, uint8, which takes a quarter of the
         space of float32; ImageTower normalises them."""
+        if view == RAW:
+            return self.embeddings(images).cpu()
         if view.startswith("hidden@"):
             return self.hidden(images, self.layers_below(view))
         if view == "patches":
@@ -354,9 +365,17 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
             found = AutoImageProcessor.from_pretrained(self.folder, backend="pil", trust_remote_code=False)
         return cast(Processor, found)
 
-    @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        return F.normalize(self.model(pixel_values=self.pixels(images)).last_hidden_state[:, 0], dim=-1).cpu()
+        return F.normalize(self.encode(images, RAW), dim=-1)
+
+    def view_format(self, view: str) -> ViewFormat | None:
+        return ViewFormat((self.dim,)) if view in ("embedding", RAW) else None
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
+        """Its only further view: raw."""
+        found: Tensor = self.model(pixel_values=self.pixels(images)).last_hidden_state[:, 0].cpu()
+        return found
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         return None

@@ -1,14 +1,19 @@
-"""`fedvlm show METHOD [key=value …] [--yaml]`"""
+"""`fedvlm show METHOD [key=value …] [--yaml]`, and `fedvlm show RUN`, the folder of a run"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from fedvlm import api, console, recipe
 from fedvlm.config import key_values
 
+SCORES = ("G", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
+
 
 def main(args: argparse.Namespace) -> None:
+    if (Path(args.method) / "run.json").is_file():
+        return show_run(Path(args.method))
     about = api.describe(args.method, **key_values(args.pairs))
     if args.yaml:
         print(about.to_yaml(), end="")
@@ -27,3 +32,31 @@ def main(args: argparse.Namespace) -> None:
         numbers = recipe.published(method.name, method.on, data)
         shown = ", ".join(f"{k} {v}" for k, v in numbers.items() if k != "source")
         console.note(f"published on {data}: {shown} ({numbers.get('source', '')})")
+
+
+def show_run(folder: Path) -> None:
+    """What was run, what came out, and what the mechanisms of its method did."""
+    from fedvlm.evaluate.protocols import target
+    from fedvlm.folder import RunFolder
+    from fedvlm.report.effects import effects
+    from fedvlm.report.tables import backbone_id, format_value, settings
+
+    run = RunFolder(folder)
+    record = run.record
+    console.line(f"{record.method.label} on {record.data.name} with {backbone_id(record)}, seed {record.seed}")
+    held = target(record)
+    rounds = run.rounds()
+    done = "finished" if run.done else "not finished; `fedvlm resume` goes on"
+    console.line(f"held out: {held}; {rounds[-1]['round'] if rounds else 0} rounds, {done}")
+    last = record.result.last if record.result else (rounds[-1] if rounds else {})
+    scores = {k: v for k, v in last.items() if k in SCORES and isinstance(v, int | float)}
+    console.rows(["score", "test, %"], [[k, f"{100 * v:.1f}"] for k, v in scores.items()])
+    found = effects(run)
+    if found:
+        console.rows(
+            ["mechanism", "first round", "last round", "meaning"],
+            [[e.name, f"{e.first:.4g}", f"{e.last:.4g}", e.meaning] for e in found],
+        )
+    else:
+        console.note("its local rule and its merge record no mechanism")
+    console.rows(["key", "value"], [[k, format_value(v)] for k, v in settings(record).items()])

@@ -63,7 +63,7 @@ def open_embeddings(path: Path) -> Source:
     scale = about.get("scale", SCALE)
     if not isinstance(scale, int | float) or not 0 < scale < 1e6:
         raise FedvlmError(f"data={path}: scale={scale!r:.40} must be a positive number")
-    given = Embeddings(F.normalize(x, dim=-1), text, float(scale))
+    given = Embeddings(x, text, float(scale))
     return Source(path.stem, path, items, embeddings=given)
 
 

@@ -57,6 +57,13 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     part = partition.split(strata, domains, [i.group for i in items], seed, layout.split)
     base = np.flatnonzero(y < len(pool.task.classes))  # nobody holds examples of novel classes
     owner, names, homes = _owners(layout, y[base], part[base], [domains[i] for i in base], seed)
+    if layout.score == "domain" and not set(homes) <= set(domains):
+        raise FedvlmError(
+            "score=domain: these clients are of no single domain; use partition=domain-dirichlet or score=all"
+        )
+    unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
+    if layout.unseen_split == "all":
+        part[base[np.isin(owner, unseen)]] = SPLITS.index("test")
     keep = partition.few_shot(y[base], owner, part[base], layout.shots, seed)
     order = np.lexsort((base, part[base], owner))
     order = order[keep[order]]
@@ -70,7 +77,6 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     if pool.task.novel:
         extras |= _base_and_novel(pool, y, part)
     data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed, extras=extras)
-    unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
             raise FedvlmError(
@@ -79,12 +85,39 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     federation = Federation(tuple(names), tuple(homes), data, pool.task, unseen, order)
     if not len(federation.seen):
         raise FedvlmError("nobody is left to train: every client is held out or has no training image")
+    federation = with_shared_tests(federation, layout)
     return _pooled(federation) if layout.partition == "pooled" else federation
+
+
+def with_shared_tests(federation: Federation, layout: Layout) -> Federation:
+    """Each client with the test rows that score= says; rows that several clients are scored on are copied. The images of
+    held-out clients are only seen by held-out clients: what is trained and what is new are not mixed."""
+    if layout.score == "own":
+        return federation
+    d, names, unseen = federation.data, federation.names, federation.unseen
+
+    def tests(k: int) -> list[np.ndarray]:
+        near = [j for j in range(len(names)) if federation.domains[j] == federation.domains[k]]
+        group = near if layout.score == "domain" else range(len(names))
+        return [np.arange(d.bounds[j, 2], d.bounds[j, 3]) for j in group if (j in unseen) == (k in unseen)]
+
+    rows = [np.concatenate([np.arange(d.bounds[k, 0], d.bounds[k, 2]), *tests(k)]) for k in range(len(names))]
+    ends = np.cumsum([len(r) for r in rows])
+    starts = ends - [len(r) for r in rows]
+    bounds = np.concatenate([starts[:, None] + d.bounds[:, :3] - d.bounds[:, :1], ends[:, None]], axis=1)
+    order = np.concatenate(rows)
+    at = torch.from_numpy(order)
+    extras = {k: e._replace(x=e.x[at]) if e.aligned else e for k, e in d.extras.items()}
+    return replace(
+        federation, data=replace(d, x=d.x[at], y=d.y[at], bounds=bounds, extras=extras), items=federation.items[order]
+    )
 
 
 def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], place: int) -> Data:
     """The data of a single client that alone holds this pool, in the order train, val, test. `classes` are those of all
     clients; where every client has all of them, the split is that of `federate` with one client per domain."""
+    if layout.score != "own":
+        raise FedvlmError(f"score={layout.score}: a site is scored on its own test images only; leave score= out")
     items, number = pool.source.items, {c: k for k, c in enumerate(classes)}
     y = np.array([number[i.label] for i in items])
     by_site = pool.source.task_type is NEXT_CHARACTER

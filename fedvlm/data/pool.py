@@ -9,16 +9,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedvlm import backbones, parts
 from fedvlm.adapters.base import Adapter, NeedsNouns, Task
-from fedvlm.backbones.base import Backbone, tower_of
+from fedvlm.backbones.base import RAW, Backbone, tower_of
 from fedvlm.backbones.text import TextTower
 from fedvlm.config import OPEN, Config, Setup
 from fedvlm.core import Extra
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.nouns import farthest_nouns, nouns
-from fedvlm.data.source import Source, digest, keep_domains, open_outsiders, open_source
+from fedvlm.data.source import Source, digest, keep_classes, keep_domains, open_outsiders, open_source
 from fedvlm.data.store import Progress, features, fingerprint, text_embeddings, text_embeddings_by
 from fedvlm.data.text import ALPHABET
 from fedvlm.errors import FedvlmError
@@ -56,7 +57,8 @@ class Pools:
 def key_of(config: Config, adapter: Adapter) -> Key:
     """Everything that a pool depends on."""
     backbone = "" if adapter.view == "text" else config.backbone
-    source = (config.data, config.group, config.domains, config.stride, config.broken, config.template)
+    kept = (config.domains, config.domains and config.unseen, config.classes)
+    source = (config.data, config.group, kept, config.stride, config.broken, config.template)
     candidates = adapter.candidates if isinstance(adapter, NeedsNouns) else None
     more = (config.outsiders, config.corrupt, candidates, config.protocol == OPEN)
     return (*source, *more, backbone, adapter.view, adapter.requires)
@@ -65,13 +67,13 @@ def key_of(config: Config, adapter: Adapter) -> Key:
 def assemble(setup: Setup, progress: Progress | None = None) -> Pool:
     """Opens the data, encodes what the store does not hold, and adds what the run evaluates on."""
     config, adapter = setup.config, setup.adapter
-    source = open_source(config.data, config.group, config.domains, config.stride)
+    source = open_source(config.data, config.group, config.domains, config.stride, config.unseen)
     check_task(setup, source.task_type)
     if adapter.view == "text":
         return text_pool(source)
-    source = keep_domains(source, config.domains)
+    source = keep_classes(keep_domains(source, config.domains, config.unseen), config.classes)
     if source.embeddings is not None:
-        return check_embeddings(setup, embedding_pool(source))
+        return check_embeddings(setup, embedding_pool(source, adapter.view))
     backbone, view = backbones.load(config.backbone), adapter.view
     pool = image_pool(source, backbone, config.template, config.broken, progress, view, adapter.requires)
     if config.protocol == OPEN:
@@ -88,7 +90,8 @@ def assemble(setup: Setup, progress: Progress | None = None) -> Pool:
 def check_task(setup: Setup, task_type: TaskType) -> None:
     """An error where this data does not suit the adapter or the evaluation."""
     config = setup.config
-    asked = {"outsiders=": config.outsiders, "corrupt=": config.corrupt, f"protocol={OPEN}": config.protocol == OPEN}
+    asked = {"outsiders=": config.outsiders, "corrupt=": config.corrupt, "classes=": config.classes}
+    asked |= {f"protocol={OPEN}": config.protocol == OPEN}
     for key, value in asked.items():
         if value and task_type is not CLASSIFICATION:
             raise FedvlmError(f"{key} is for classes, and data={config.data} is {task_type.description}")
@@ -169,20 +172,20 @@ def text_pool(source: Source) -> Pool:
     return Pool(source, torch.from_numpy(source.tokens), task, mark, "none@none")
 
 
-def embedding_pool(source: Source) -> Pool:
+def embedding_pool(source: Source, view: str = "embedding") -> Pool:
     """Embeddings that the user computed: no backbone is needed, and none is known."""
     given = source.embeddings
     assert given is not None
-    dim = given.x.shape[1]
+    unit, dim = F.normalize(given.x, dim=-1), given.x.shape[1]
     task = Task(tuple(source.classes), given.text, dim, given.scale, phrases=tuple(source.classes))
-    mark = fingerprint([digest(given.x.numpy().tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
-    return Pool(source, given.x, task, mark, "embeddings@given")
+    mark = fingerprint([digest(unit.numpy().tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
+    return Pool(source, given.x if view == RAW else unit, task, mark, "embeddings@given")
 
 
 def check_embeddings(setup: Setup, pool: Pool) -> Pool:
     config, adapter = setup.config, setup.adapter
     refused = {
-        f"adapter={setup.parts['adapter'].name}": adapter.view != "embedding" or bool(adapter.requires),
+        f"adapter={setup.parts['adapter'].name}": adapter.view not in ("embedding", RAW) or bool(adapter.requires),
         "outsiders=": bool(config.outsiders),
         "corrupt=": bool(config.corrupt),
         f"protocol={OPEN}": config.protocol == OPEN,

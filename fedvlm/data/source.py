@@ -11,7 +11,7 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
-from fedvlm.errors import FedvlmError
+from fedvlm.errors import FedvlmError, nearest
 from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
@@ -80,16 +80,16 @@ class Source:
                 yield index, data
 
 
-def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8) -> Source:
+def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8, keep: Sequence[str] = ()) -> Source:
     """Opens `emoji` or a path. The depth of the folders decides whether there are domains.
 
-    `group` is a regular expression for file names (see `_group`). `domains` and `stride` apply to text only; images are
-    all listed (`keep_domains` reduces them).
+    `group` is a regular expression for file names (see `_group`). `domains`, `stride` and `keep` (see `sample_domains`)
+    apply to text only; images are all listed (`keep_domains` reduces them).
     """
     if name.endswith((".jsonl", ".jsonl.gz")):
         from fedvlm.data.text import open_text
 
-        return open_text(Path(name).expanduser(), domains, stride)
+        return open_text(Path(name).expanduser(), domains, stride, keep)
     if name.endswith(".safetensors"):
         from fedvlm.data.embeddings import open_embeddings
 
@@ -106,19 +106,42 @@ def open_outsiders(name: str) -> Source:
     return Source(root.resolve().name, root, items)
 
 
-def sample_domains(names: Iterable[str], count: int) -> set[str]:
-    """A pseudo-random sample of `count` names (0: all), ordered by hash: the same for every seed."""
-    known = sorted(set(names), key=lambda n: (digest(n.encode()), n))
+def sample_domains(names: Iterable[str], count: int, keep: Sequence[str] = ()) -> set[str]:
+    """A pseudo-random sample of `count` names (0: all), ordered by hash: the same for every seed. Names in `keep` (those
+    that are held out) are always among them."""
+    known = sorted(set(names), key=lambda n: (n not in keep, digest(n.encode()), n))
     if not 0 <= count <= len(known):
         raise FedvlmError(f"domains={count}: there are {len(known)}; give at most that many, or 0 for all")
     return set(known[:count] if count else known)
 
 
-def keep_domains(source: Source, count: int) -> Source:
+def keep_domains(source: Source, count: int, keep: Sequence[str] = ()) -> Source:
     """The source with `count` of its domains (0: all), see `sample_domains`."""
-    kept = sample_domains(source.domains, count)
-    rows = [k for k, i in enumerate(source.items) if i.domain in kept]
-    items, masks = tuple(source.items[k] for k in rows), tuple(m for m in source.masks if m.domain in kept)
+    kept = sample_domains(source.domains, count, keep)
+    return _only(source, [k for k, i in enumerate(source.items) if i.domain in kept])
+
+
+def keep_classes(source: Source, names: Sequence[str]) -> Source:
+    """The source with these classes only; all of them where none is named."""
+    known = source.classes
+    for wanted in names:
+        if wanted not in known:
+            raise FedvlmError(f"classes={wanted}: no such class in data={source.name}; {nearest(wanted, known)}")
+    if not names:
+        return source
+    if len(set(names)) < 2:
+        raise FedvlmError(f"classes={names[0]}: a classifier needs at least two; name more, or leave classes= out")
+    found = _only(source, [k for k, i in enumerate(source.items) if i.label in names])
+    given = found.embeddings
+    if given is None or given.text is None:
+        return found
+    rows = [known.index(c) for c in found.classes]
+    return replace(found, embeddings=given._replace(text=given.text[rows]))
+
+
+def _only(source: Source, rows: list[int]) -> Source:
+    """The source with these items."""
+    items, masks = (tuple(part[k] for k in rows if part) for part in (source.items, source.masks))
     given = source.embeddings
     return replace(source, items=items, masks=masks, embeddings=given and given._replace(x=given.x[rows]))
 

@@ -5,6 +5,9 @@ content hash of the input (the key) and a checksum per row. A segment is written
 so that any number of processes may write at once: at worst a row is computed twice, and readers use the one stored first.
 A row whose checksum does not match is treated as missing and computed again. Many small segments are joined into one; a
 reader that finds a segment gone reads the folder again. A cache that cannot be written is used as it is.
+
+Embeddings are stored as they are before normalisation where the backbone gives them so (view raw): one encoding serves
+adapters of both views. Rows that earlier versions stored normalised are still read.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ import torch
 from filelock import FileLock, Timeout
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedvlm import console, files
-from fedvlm.backbones.base import Backbone, ViewFormat, encode_view, view_format
+from fedvlm.backbones.base import RAW, Backbone, ViewFormat, encode_view, offered, view_format
 from fedvlm.core import FedvlmError
 from fedvlm.data.corruptions import KINDS, corrupt
 from fedvlm.data.images import BadImage, decode, too_many
@@ -230,18 +234,29 @@ def features(
     broken: "skip" skips unreadable images, whose rows are NaN (0 for integers); "refuse" raises an error at the first.
     version: None for the images as they are; 0 … 74 for one of their 75 corruptions, see `corrupted`.
     """
+    view = offered(backbone, view)
     stored = open_view(backbone, view)
+    raw = open_view(backbone, RAW) if view == "embedding" and offered(backbone, RAW) == RAW else None
+    if view == RAW and not stored.index and open_view(backbone).index:
+        console.warn(
+            f"backbone={backbone.name}: the feature store has embeddings of an earlier version, which are normalised, and "
+            "this adapter needs them before normalisation; images are encoded once more"
+        )
     keys: list[bytes] = []
     skipped: dict[str, str] = {}
     dtype = np.dtype(stored.format.dtype)
     out = np.full((len(source.items), *stored.format.shape), np.nan if dtype.kind == "f" else 0, dtype)
-    queue = _EncodingQueue(stored, partial(encoded_images, backbone, view, stored.format), out)
+    encoded = RAW if raw else view
+    queue = _EncodingQueue(raw or stored, partial(encoded_images, backbone, encoded, stored.format), out)
+    unnormalised = np.zeros(len(out), bool)
     for index, data in source.read():
         key, transform = digest(data), None
         if version is not None:
             key, transform = corrupted(key, version)
         keys.append(key)
         row = stored.get(key)
+        if row is None and raw:
+            row, unnormalised[index] = raw.get(key), True
         if row is not None:
             out[index] = row
         elif not queue.add_duplicate(key, index):
@@ -257,7 +272,10 @@ def features(
         if progress:
             progress(index + 1, len(source.items))
     queue.flush()
-    return torch.from_numpy(out), keys, skipped
+    found = torch.from_numpy(out)
+    if unnormalised.any():
+        found[unnormalised] = F.normalize(found[unnormalised], dim=-1)
+    return found, keys, skipped
 
 
 def encoded_images(backbone: Backbone, view: str, format: ViewFormat, images: list[Image.Image]) -> np.ndarray:

@@ -13,7 +13,7 @@ import re
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +37,13 @@ def tokens(text: str) -> np.ndarray:
     return np.array([position.get(c, position[" "]) for c in characters if not unicodedata.combining(c)], np.uint8)
 
 
-def open_text(path: Path, domains: int, stride: int) -> Source:
+def open_text(path: Path, domains: int, stride: int, keep: Sequence[str] = ()) -> Source:
     """domains: how many roles are kept (0: all); stride: characters from the start of one example to the next."""
     if stride < 1:
         raise FedvlmError(f"stride={stride} must be at least 1: the characters from one example to the next")
     by_role = _read(path)
     items, rows = list[Item](), list[np.ndarray]()
-    for role in sorted(sample_domains(by_role, domains)):
+    for role in sorted(sample_domains(by_role, domains, keep)):
         if len(items) > MAX_ITEMS:
             raise FedvlmError(f"data={path}: more than {MAX_ITEMS:,} examples; give a larger stride= or fewer domains=")
         text = tokens(by_role[role])

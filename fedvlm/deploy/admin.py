@@ -82,6 +82,9 @@ def refuse(setup: Setup) -> None:
         f"protocol={config.protocol}": config.protocol != "one",
         "outsiders=": bool(config.outsiders),
         f"partition={config.partition}": config.partition not in ("auto", "domain"),
+        f"score={config.score}": config.score != "own",
+        f"unseen_split={config.unseen_split}": config.unseen_split != "test",
+        "classes=": bool(config.classes),
         "data=": "data" in setup.given,
     }
     for key, given in reasons.items():
@@ -119,6 +122,7 @@ class Follower:
     def __init__(self, kit: str, plan: Plan, folder: Path, on_round: OnRound):
         self.kit, self.plan, self.folder, self.on_round = kit, plan, folder, on_round
         self.seen, self.lines = 0, 0  # rounds and lines of a job that were told
+        self.first = 0  # round of the job
         self.told: set[str] = set()
         self.heard = 0.0  # time.monotonic() when the server last answered
         self.missing: dict[str, float] = {}  # connected sites that are not in the job, and since when
@@ -169,7 +173,7 @@ class Follower:
             with flare_errors():
                 job = str(flare.submit_job(str(Path(place) / "job")))
         console.note(f"{self.plan.name}: submitted to {self.plan.federation}; Ctrl-C leaves it running")
-        self.missing, self.lines = {}, 0
+        self.missing, self.silent, self.lines, self.first = {}, set(), 0, self.seen
         return job
 
     def follow(self, flare: Any, job: str) -> Followed:
@@ -227,6 +231,7 @@ class Follower:
         with flare_errors():
             here = set(connected(flare))
         rounds = self.run.rounds() if (self.folder / "run.json").exists() else []
+        rounds = [r for r in rounds[-1:] if r["round"] >= self.first]  # of this job: it may take long to start
         absent = set(rounds[-1].get("missing", [])) if rounds else set()
         quarantined = set(rounds[-1].get("quarantined", [])) if rounds else set()
         now = time.monotonic()

@@ -14,6 +14,7 @@ import threading
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import fedvlm
 from fedvlm import backbones, files, ledger, trust
@@ -81,11 +82,12 @@ class Agent:
         """The client's folder, inside the run's."""
         return self.folder / "clients" / file_name(self.about.site)
 
-    def answer(self, frame: bytes) -> bytes:
+    def answer(self, request: Request) -> bytes:
         """The bytes that leave."""
-        header = Header()
+        header, parts = request.header, request.parts
         try:
-            header, parts = unpack(frame)
+            if request.error:
+                raise request.error
             if header.step == LOOK:
                 return self.told(header, packed(self.look(unpacked(Plan, parts))))
             if header.step == BEGIN:
@@ -218,9 +220,27 @@ class Agent:
         return hashlib.sha256(secret(self.home, "mark") + pool.fingerprint.encode()).hexdigest()[:16]
 
 
+class Request(NamedTuple):
+    header: Header
+    parts: dict[str, Params]
+    error: BadMessage | None = None
+
+    @classmethod
+    def read(cls, frame: bytes) -> Request:
+        try:
+            return cls(*unpack(frame))
+        except BadMessage as error:
+            return cls(Header(), {}, error)
+
+
 def serve(agent: Agent, requests: Channel, replies: Channel) -> None:
     while frame := receive(requests):
-        send(replies, agent.answer(frame))
+        request = Request.read(frame)
+        frame = b""  # the tensors are copies: without the frame, the answer finds room
+        answer = agent.answer(request)
+        del request
+        send(replies, answer)
+        del answer
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 back. Needs no torch.
 
 A request has a ticket, and asking again with the same ticket gives the same answer: a call that was lost is just repeated,
-and a late one changes nothing. Large messages come and go in parts, a few at a time.
+and a late one changes nothing. Large messages come and go in parts, a few at a time, and lie in files without a name in
+between: this process takes no memory for them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from typing import Any
 from nvflare.collab import collab
 
 from fedvlm import files
-from fedvlm.engines.frames import LIMIT, connected, receive, send
+from fedvlm.engines.frames import LIMIT, SLICE, begin, connected, receive_parts, send, send_parts
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.names import file_name, printable
 
@@ -55,9 +57,9 @@ class Site:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.ticket, self.starts = -1, 0
-        self.coming = Coming(-1, 0)
-        self.frame: bytes | bytearray | None = None  # of the request under way, until the agent begins to answer
-        self.reply: bytes | None = None
+        self.coming = Coming()
+        self.frame: Spool | None = None  # of the request under way, until the agent begins to answer
+        self.reply: Spool | None = None
         self.agent: AgentProcess | None = None
 
     @collab.init  # type: ignore[untyped-decorator]
@@ -84,9 +86,10 @@ class Site:
             raise BadMessage("a part of a message is out of its range")
         with self.changed:
             if self.needs(ticket):
-                if (self.coming.ticket, len(self.coming.data)) != (ticket, size):
-                    self.coming = Coming(ticket, size)
-                self.coming.data[at : at + PART] = part
+                if (self.coming.ticket, self.coming.size) != (ticket, size):
+                    self.coming = Coming(ticket, size, Spool(self.home))
+                assert self.coming.data
+                self.coming.data.put(at, part)
                 self.coming.missing.discard(index)
         return True
 
@@ -102,8 +105,9 @@ class Site:
                 if not frame and (self.coming.ticket != ticket or self.coming.missing):
                     return {"state": UNKNOWN}
                 self.starts = self.starts if ticket == self.ticket else 0
-                self.ticket, self.frame, self.reply = ticket, frame or self.coming.data, None
-                self.coming = Coming(-1, 0)
+                self.ticket, self.reply = ticket, None
+                self.frame = Spool(self.home, frame) if frame else self.coming.data
+                self.coming = Coming()
                 self.start(run, again=self.agent is not None and self.agent.busy)
             deadline = time.monotonic() + min(wait, LONGEST_WAIT)
             while self.reply is None and (left := deadline - time.monotonic()) > 0:
@@ -116,7 +120,7 @@ class Site:
                     self.start(run, again=True)
             if self.reply is None:
                 return {"state": WORKING, "progress": self.progress(run)}
-            return {"state": DONE, "size": len(self.reply), "part": self.reply[:PART]}
+            return {"state": DONE, "size": self.reply.size, "part": self.reply.get(0, PART)}
 
     @collab.publish  # type: ignore[untyped-decorator]
     @silent
@@ -126,7 +130,7 @@ class Site:
         with self.changed:
             if ticket != self.ticket or self.reply is None:
                 raise BadMessage("there is no such answer (any more)")
-            return self.reply[index * PART : (index + 1) * PART]
+            return self.reply.get(index * PART, PART)
 
     def needs(self, ticket: int) -> bool:
         """Whether a frame is wanted with this ticket: it is new, or its frame is gone and its answer was lost."""
@@ -140,15 +144,16 @@ class Site:
         if self.agent is None or self.agent.ended:
             self.agent = AgentProcess(self.home, run, self.begins, self.answered)
         self.starts += 1
-        self.agent.post(self.ticket, self.frame or b"")
+        assert self.frame is not None
+        self.agent.post(self.ticket, self.frame)
 
     def begins(self, agent: AgentProcess, ticket: int) -> None:
-        """Called by the agent's thread when an answer begins: memory for request and answer is not needed together."""
+        """Called by the agent's thread when an answer begins: the request is not needed any more."""
         with self.changed:
             if agent is self.agent and ticket == self.ticket:
                 self.frame = None
 
-    def answered(self, agent: AgentProcess, ticket: int, reply: bytes | None) -> None:
+    def answered(self, agent: AgentProcess, ticket: int, reply: Spool | None) -> None:
         """Called by the agent's thread with an answer, and with None when the agent ended."""
         with self.changed:
             if reply is not None and agent is self.agent and ticket == self.ticket:
@@ -162,18 +167,42 @@ class Site:
             return ""
 
 
+class Spool:
+    """Bytes in memory or, from PART on, in a file of the site's home that has no name and is gone with this object."""
+
+    def __init__(self, home: Path, content: bytes = b""):
+        self.file = tempfile.SpooledTemporaryFile(PART, dir=str(home))  # noqa: SIM115
+        self.lock = threading.Lock()  # the agent's thread reads while calls come in
+        self.put(0, content)
+
+    @property
+    def size(self) -> int:
+        with self.lock:
+            return self.file.seek(0, os.SEEK_END)
+
+    def put(self, at: int, part: bytes) -> None:
+        with self.lock:
+            self.file.seek(at)
+            self.file.write(part)
+
+    def get(self, at: int, count: int) -> bytes:
+        with self.lock:
+            self.file.seek(at)
+            return self.file.read(count)
+
+
 class Coming:
     """A large request, of which parts have arrived."""
 
-    def __init__(self, ticket: int, size: int):
-        self.ticket, self.data, self.missing = ticket, bytearray(size), set(range(-(-size // PART)))
+    def __init__(self, ticket: int = -1, size: int = 0, data: Spool | None = None):
+        self.ticket, self.size, self.data, self.missing = ticket, size, data, set(range(-(-size // PART)))
 
 
 class AgentProcess:
     """The process that holds this site's data for a run (deploy/agent.py)."""
 
     def __init__(self, home: Path, run: str, begins: Any, answered: Any):
-        self.begins, self.answered = begins, answered
+        self.home, self.begins, self.answered = home, begins, answered
         self.ticket, self.busy, self.ended = -1, False, False
         call = [sys.executable, "-m", "fedvlm.deploy.agent", str(home), run, str(os.getpid())]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -181,19 +210,22 @@ class AgentProcess:
             self.process, self.reader, self.writer = connected(call, log, env)
         threading.Thread(target=self.read, daemon=True).start()
 
-    def post(self, ticket: int, frame: bytes | bytearray) -> None:
+    def post(self, ticket: int, frame: Spool) -> None:
         self.ticket, self.busy = ticket, True
         threading.Thread(target=self.write, args=(frame,), daemon=True).start()
 
-    def write(self, frame: bytes | bytearray) -> None:
+    def write(self, frame: Spool) -> None:
         try:
-            send(self.writer, frame)
-        except OSError:
+            send_parts(self.writer, frame.size, lambda at: frame.get(at, SLICE))
+        except (OSError, ValueError):
             self.process.kill()
 
     def read(self) -> None:
         try:
-            while (frame := receive(self.reader, self.limit)) is not None:
+            while (size := begin(self.reader, self.limit)) is not None:
+                frame = Spool(self.home)
+                if not receive_parts(self.reader, size, frame.put):
+                    break
                 self.busy = False
                 self.answered(self, self.ticket, frame)
                 del frame

@@ -24,22 +24,55 @@ class Channel(Protocol):
     def readinto(self, buffer: memoryview, /) -> int | None: ...
 
 
-def send(channel: Channel, data: bytes | bytearray) -> None:
+def send(channel: Channel, data: bytes) -> None:
     for part in (HEAD.pack(len(data)), data):
-        view = memoryview(part)
-        while view:  # a write may be short
-            view = view[channel.write(view) or 0 :]
+        write(channel, part)
+
+
+def send_parts(channel: Channel, size: int, part: Callable[[int], bytes]) -> None:
+    """A frame of so many bytes, of which `part` returns some from a place on."""
+    write(channel, HEAD.pack(size))
+    at = 0
+    while at < size:
+        found = part(at)
+        write(channel, found)
+        at += len(found)
 
 
 def receive(channel: Channel, limit: Callable[[], int] = lambda: LIMIT) -> bytes | None:
     """The next frame; None where the other side has gone. The limit is asked for when the frame begins."""
+    size = begin(channel, limit)
+    return None if size is None else read(channel, size)
+
+
+def receive_parts(channel: Channel, size: int, put: Callable[[int, bytes], None]) -> bool:
+    """The content of a frame that has begun; `put` gets the place and the bytes of each part. False where the other side
+    has gone."""
+    buffer, at = memoryview(bytearray(min(size, SLICE))), 0
+    while at < size:
+        got = channel.readinto(buffer[: size - at])
+        if not got:
+            return False
+        put(at, bytes(buffer[:got]))
+        at += got
+    return True
+
+
+def begin(channel: Channel, limit: Callable[[], int]) -> int | None:
+    """The size of the next frame; None where the other side has gone."""
     head = read(channel, HEAD.size)
     if head is None:
         return None
     (size,) = HEAD.unpack(head)
     if size > limit():
         raise BadMessage(f"a message of {size:,} bytes is over the limit of {limit():,}")
-    return read(channel, size)
+    return int(size)
+
+
+def write(channel: Channel, data: bytes) -> None:
+    view = memoryview(data)
+    while view:  # a write may be short
+        view = view[channel.write(view) or 0 :]
 
 
 def read(channel: Channel, size: int) -> bytes | None:

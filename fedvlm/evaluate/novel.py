@@ -6,6 +6,9 @@ clients. Base and local images are classified among all base classes, novel ones
 local, from Table 1: under IID it equals base to the last digit for every method, so all images of a client's classes count
 and not its share of them; under Non-IID zero-shot CLIP's local is its base within 0.6 points, so the classes a client does
 not have are still candidates.
+
+These are means over images, as published. base_macro, novel_macro, hm_macro are means over classes, each with the same
+weight: on unbalanced data (Caltech101) one large class can decide the mean over images.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from fedvlm.errors import NoQuorum
 from fedvlm.method import Method
 from fedvlm.records import MEASURES, Number, RoundRecord, Scores
 
+MACRO = ("base_macro", "novel_macro", "hm_macro")
 Correct = dict[str, np.ndarray]  # "base", "novel" → correctly classified examples of each class, [clients, classes]
 
 
@@ -48,6 +52,9 @@ def base_to_novel(method: Method, federation: Federation, cohort: Cohort, messag
         "base": top["base"],
         "novel": top["novel"],
         "hm": top["hm"],
+        "base_macro": top["base_macro"],
+        "novel_macro": top["novel_macro"],
+        "hm_macro": top["hm_macro"],
     }
 
 
@@ -70,8 +77,15 @@ def measures(correct: Correct, held: np.ndarray, sizes: dict[str, np.ndarray]) -
     base, novel = (
         float(correct[h].sum(1).mean() / sizes[h].sum()) if h in correct else None for h in ("base", "novel")
     )
-    values = (float(local.mean()) if len(local) else None, base, novel, harmonic(base, novel))
-    return {k: None if v is None else round(v, 6) for k, v in zip(MEASURES, values, strict=True)}
+    macro = tuple(by_class(correct[h], sizes[h]) if h in correct else None for h in ("base", "novel"))
+    values = (float(local.mean()) if len(local) else None, base, novel, harmonic(base, novel), *macro, harmonic(*macro))
+    return {k: None if v is None else round(v, 6) for k, v in zip((*MEASURES, *MACRO), values, strict=True)}
+
+
+def by_class(correct: np.ndarray, sizes: np.ndarray) -> float:
+    """The mean accuracy over clients and classes that have test images."""
+    tested = sizes > 0
+    return float((correct[:, tested] / sizes[tested]).mean())
 
 
 def harmonic(one: Number, other: Number) -> Number:

@@ -24,8 +24,9 @@ def target(record: RunRecord) -> str:
 
 def row(record: RunRecord, select: Select = "last") -> dict[str, Entry]:
     """One run's row of the matrix: domain → the shared model's accuracy where it was held out, otherwise that of its
-    clients' personal models."""
+    clients' personal models (on the split that personal_split= says)."""
     scored, unseen = record.finished.at(select), set(record.finished.unseen)
+    personal = "val" if record.config.get("personal_split") == "val" else "test"
     found: dict[str, list[float]] = defaultdict(list)
     held: dict[str, bool] = {}
     for name, views in scored.get("clients", {}).items():
@@ -34,7 +35,7 @@ def row(record: RunRecord, select: Select = "last") -> dict[str, Entry]:
         held[domain] = name in unseen
         if view is None:  # no such model
             found[domain].append(math.nan)
-        elif (score := view["test"]) is not None:  # None: a client without test images
+        elif (score := view["test" if name in unseen else personal]) is not None:  # None: a client without such images
             found[domain].append(score)
     if not found:  # too many clients to be recorded one by one
         found = {"held out": [or_nan(scored.get("G"))] * bool(unseen), "clients": [or_nan(scored.get("P"))]}

@@ -17,7 +17,10 @@ MAX_LISTED = 1000  # with more clients a round's record holds summaries only
 MEASURES = ("auroc", "fpr95")
 
 
-def evaluate(method: Method, federation: Federation, cohort: Cohort, message: Message) -> RoundRecord:
+def evaluate(
+    method: Method, federation: Federation, cohort: Cohort, message: Message, personal_split: str = "test"
+) -> RoundRecord:
+    """personal_split: the split that P is taken from."""
     reply = cohort.ask("score", message)
     extras, unseen = federation.data.extras, np.isin(reply.ids, federation.unseen)
     count = reply.values["count"].numpy()
@@ -47,7 +50,7 @@ def evaluate(method: Method, federation: Federation, cohort: Cohort, message: Me
     if len(reply.ids) <= MAX_LISTED:
         record["clients"] = by_client(scores, [federation.names[i] for i in reply.ids], unseen)
     record["G"] = record.get("newcomer", {}).get("test")  # the shared model on clients nobody trained on
-    record["P"] = record["acc"] = record.get("personal", {}).get("test")
+    record["P"], record["acc"] = (record.get("personal", {}).get(split) for split in (personal_split, "test"))
     if "corrupted" in extras:
         record["cacc"] = record.get("personal", {}).get("corrupted")
     return record

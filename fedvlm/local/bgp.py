@@ -1,21 +1,27 @@
-"""BGP, FFT-GP's client (Algorithm 2): alternates plain steps with steps that keep features near the sent model's.
+"""BGP, FFT-GP's client (Algorithm 2): each local step is a plain update and an update that keeps features near the sent
+model's.
 
-w′ = w − η ∇L(batch 1);  w ← w′ − η ∇[L + λ·CORAL](w′; batch 2), first order and continuing from w′: every second step
-has the alignment term.  CORAL = mean((μ_x − μ_y)²) + mean((Cov_x − Cov_y)²) between the adapted image features of the
-sent model and the client's, on the same batch; between class vectors where the features do not depend on what is
-trained (§3.4).
+w′ = w − η ∇L(batch 1);  w ← w′ − η ∇[L + λ·CORAL](w′; batch 2), first order and continuing from w′. FedAvg's number of
+local steps, two updates each: twice its computation (§3.5). CORAL = mean((μ_x − μ_y)²) + mean((Cov_x − Cov_y)²) between
+the adapted image features of the sent model and the client's, on the same batch; between class vectors where the features
+do not depend on what is trained (§3.4).
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Message, Params
+from fedvlm.core import Batch, Data, Message, Params
 from fedvlm.keys import NotNegative
 from fedvlm.local.base import Local, anchor_of
-from fedvlm.local.descent import Gradients, by_autograd
+from fedvlm.local.descent import Gradients, by_autograd, optimise
+from fedvlm.local.means import relative_change
 from fedvlm.local.model import Model
 from fedvlm.tasks import Objective
 
@@ -24,18 +30,49 @@ from fedvlm.tasks import Objective
 class Bgp(Local):
     keep: bool = True  # true: a client's personal model is the one it trained last (the paper's); false: the shared one
     align: NotNegative = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
-    phases: Literal["both", "task", "aligned"] = "both"  # both: every second step is aligned; task: none; aligned: all
+    phases: Literal["both", "aligned"] = "both"  # both: every second update is aligned (the paper's); aligned: all are
+    budget: Literal["double", "same"] = "double"  # updates a round: twice as many as FedAvg (the paper's), or as many
 
-    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+    effects: ClassVar[Mapping[str, str]] = {
+        "aligned": "share of a client's updates that had the alignment term",
+        "alignment": "length of the alignment's gradient, divided by that of the task's, in the last aligned update",
+    }
+
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        settings = replace(self, epochs=2 * self.epochs) if self.budget == "double" else self
+        updates = -(-data.counts("train") // self.batch) * settings.epochs
+        # the count goes on from round to round: a client with a single update a round aligns it in every second round
+        done = (data.round - 1) * updates
+        plain, aligned = model.gradients(self.objective), self.aligned_gradients(model, message)
+        last = updates - 1 if self.phases == "aligned" else updates - 1 - (done + updates) % 2
+        ratio = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
+        count = updates if self.phases == "aligned" else (done + updates) // 2 - done // 2
+
+        def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+            n = len(batch.y)
+            chosen = (done[:n] + batch.step) % 2 == 1 if self.phases == "both" else np.ones(n, bool)
+            if not chosen.any():
+                return plain(now, batch)
+            each, found = aligned(now, batch)
+            measured = last[:n] == batch.step
+            if not chosen.all() or measured.any():
+                loss, task = plain(now, batch)
+                here = data.tensor(measured)
+                ratio[:n] = torch.where(here, relative_change(now, found, task).to(ratio.dtype), ratio[:n])
+                who = data.tensor(chosen)
+                each = torch.where(who, each, loss)
+                found = [
+                    torch.where(who.view(-1, *[1] * (f.dim() - 1)), f, t) for f, t in zip(found, task, strict=True)
+                ]
+            return each, found
+
+        loss = optimise(settings, params, data, gradients)
+        share = data.tensor(count / np.maximum(updates, 1)).to(data.dtype)
+        return {"loss": loss, "aligned": share, "alignment": ratio}
+
+    def aligned_gradients(self, model: Model, message: Message) -> Gradients:
         anchor = anchor_of(message)
-
-        def loss(now: Params, batch: Batch) -> Tensor:
-            aligned = {"both": bool(batch.step % 2), "task": False, "aligned": True}[self.phases]
-            if aligned:
-                return aligned_loss(model, self.objective, now, anchor, batch, self.align)
-            return model.loss(self.objective, now, batch)
-
-        return by_autograd(loss)
+        return by_autograd(lambda now, batch: aligned_loss(model, self.objective, now, anchor, batch, self.align))
 
 
 def aligned_loss(

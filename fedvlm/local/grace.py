@@ -5,24 +5,35 @@ an alignment term in the gradient at w′. (FFT-GP's BGP continues from w′ ins
 part only, so the alignment (CORAL, one of those the paper offers), λ = 1 and the inner step are our reading.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from fedvlm.core import Message, Params
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedvlm.core import Data, Message, Params
 from fedvlm.keys import NotNegative
 from fedvlm.local.base import Local, anchor_of
 from fedvlm.local.bgp import aligned_loss
-from fedvlm.local.descent import Gradients, by_autograd
+from fedvlm.local.descent import Gradients, by_autograd, optimise
 from fedvlm.local.model import Model
-from fedvlm.local.perfedavg import meta_gradients
+from fedvlm.local.perfedavg import META_EFFECTS, complete, meta_gradients
 
 
 @dataclass(frozen=True)
 class Grace(Local):
     keep: bool = True  # true: a client's personal model is the one it trained last; false: the shared model
     align: NotNegative = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
-    inner: NotNegative = 0.01  # α, learning rate of the inner step
+    inner: NotNegative = 0.0  # α, learning rate of the inner step; 0: that of lr=
 
-    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
+    effects: ClassVar[Mapping[str, str]] = META_EFFECTS
+
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        acted: Params = {}
+        loss = optimise(self, params, data, self.meta_gradients(model, message, data, acted))
+        return {"loss": loss} | complete(acted, data)
+
+    def meta_gradients(self, model: Model, message: Message, data: Data, acted: Params) -> Gradients:
         anchor = anchor_of(message)
         outer = by_autograd(lambda now, batch: aligned_loss(model, self.objective, now, anchor, batch, self.align))
-        return meta_gradients(super().gradients(model, message, own), outer, self.inner)
+        return meta_gradients(model.gradients(self.objective), outer, self.inner or self.rate(data), acted)

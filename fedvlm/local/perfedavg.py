@@ -1,11 +1,15 @@
 """PerFedAvg, first order (Fallah et al., 2020): trains a model that adapts to a client in one gradient step.
 
 w′ = w − α ∇L(w; first half of the batch);  w ← w − η ∇L(w′; second half).  At test time a client takes `steps` such
-inner steps from the shared model on its own training data. A newcomer has no labels to adapt with and uses the shared
-model.
+inner steps from the shared model on its own training data; with keep=true its personal model is the one it trained last,
+as with other rules. A newcomer has no labels to adapt with and uses the shared model.
+The inner step is a plain gradient step with any optimiser. Adam divides a gradient by its size and its learning rates are
+small, so that an inner step with the same rate may do little: the effects tell.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,44 +19,65 @@ from torch import Tensor
 from fedvlm.core import Batch, Data, Message, Params
 from fedvlm.keys import Count, NotNegative
 from fedvlm.local.base import Local
-from fedvlm.local.descent import Gradients, gradient_step
+from fedvlm.local.descent import Gradients, gradient_step, optimise
+from fedvlm.local.means import relative_change
 from fedvlm.local.model import Model
+
+META_EFFECTS = {
+    "inner_step": "length of the inner step, divided by that of the parameters, in the first batch",
+    "gradient_change": "how far the inner step changes the gradient, relative to its length, in the first batch",
+}
 
 
 @dataclass(frozen=True)
 class PerFedAvg(Local):
-    inner: NotNegative = 0.01  # α, learning rate of the inner step
+    inner: NotNegative = 0.0  # α, learning rate of the inner step; 0: that of lr=
     steps: Count = 1  # inner steps at test time, 1 or more
 
     adapts: ClassVar[bool] = True
+    effects: ClassVar[Mapping[str, str]] = META_EFFECTS
 
-    def gradients(self, model: Model, message: Message, own: Params) -> Gradients:
-        plain = super().gradients(model, message, own)
-        return meta_gradients(plain, plain, self.inner)
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        acted: Params = {}
+        plain = self.gradients(model, message, own)
+        loss = optimise(self, params, data, meta_gradients(plain, plain, self.inner or self.rate(data), acted))
+        return {"loss": loss} | complete(acted, data)
 
     def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
         params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, shared).items()}
-        plain = model.gradients(self.objective)
-        if not params:
+        plain, rate = model.gradients(self.objective), self.inner or self.rate(data)
+        if not params or self.keep:
             return params
         size = max(1, int(data.counts("train").max(initial=1)))  # one batch holds all of a client's data
         for batch in data.batches(size, self.steps):
             now = {k: v[: len(batch.y)] for k, v in params.items()}
-            _, found = plain(now, batch)
-            stepped = gradient_step(now, found, self.inner)
+            stepped = gradient_step(now, plain(now, batch)[1], rate)
             params = {k: torch.cat([stepped[k], v[len(batch.y) :]]) for k, v in params.items()}
         return params
 
 
-def meta_gradients(inner: Gradients, outer: Gradients, rate: float) -> Gradients:
-    """The gradient `outer` on one half of the batch, at the parameters after a step of `inner` on the other half."""
+def meta_gradients(inner: Gradients, outer: Gradients, rate: float, acted: Params) -> Gradients:
+    """The gradient `outer` on one half of the batch, at the parameters after a step along `inner` on the other half. What
+    the step does in the first batch is written to `acted`."""
 
     def meta(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         first, second = split_batch(batch)
-        _, found = inner(now, first)
-        return outer(gradient_step(now, found, rate), second)
+        moved = gradient_step(now, inner(now, first)[1], rate)
+        each, found = outer(moved, second)
+        if batch.step == 0:
+            acted["inner_step"] = relative_change(now, list(moved.values()), list(now.values()))
+            acted["gradient_change"] = relative_change(now, found, outer(now, second)[1])
+        return each, found
 
     return meta
+
+
+def complete(acted: Params, data: Data) -> Params:
+    """For every client; 0 for one that took no step."""
+    found = {k: torch.zeros(len(data), dtype=data.dtype, device=data.x.device) for k in META_EFFECTS}
+    for name, value in acted.items():
+        found[name][: len(value)] = value
+    return found
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:

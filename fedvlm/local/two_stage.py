@@ -17,22 +17,21 @@ separately over examples with A > 0 and A < 0 (Eq. 15 as printed is 0 as soon as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Adapter, HasRawEmbedding, Task, class_vectors
+from fedvlm.adapters.base import Adapter, HasRawEmbedding, class_vectors
 from fedvlm.core import Batch, Data, FedvlmError, Message, Params, with_client_axis
 from fedvlm.keys import Count, NotNegative, Share
 from fedvlm.local.base import Local
 from fedvlm.local.descent import Gradients, optimise
 from fedvlm.local.model import Model
-from fedvlm.schema import SHARE, Fields
 from fedvlm.seeds import generator
 
 REINFORCED = "reinforced"  # the stage in which a reference model comes with the message
@@ -60,6 +59,11 @@ class TwoStage(Local):
     kl: Literal["sampled", "exact"] = "sampled"  # the KL is estimated at the actions (Eq. 9), or summed over classes
     algorithm: Literal["grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo"] = "grpo"  # the objective of stage 2 (D.4)
 
+    effects: ClassVar[Mapping[str, str]] = {
+        "clipped": "stage 2: share of actions whose ratio is clipped; 0 in stage 1",
+        "flat": "stage 2: share of images whose actions all have the same reward, hence no advantage; 0 in stage 1",
+    }
+
     def __post_init__(self) -> None:
         if self.actions < 1 or self.updates < 1 or self.noise < 0:
             raise FedvlmError(
@@ -68,10 +72,7 @@ class TwoStage(Local):
 
     def incompatible(self, adapter: Adapter) -> str:
         able = isinstance(adapter, HasRawEmbedding) and adapter.alignment == "images"
-        return "" if able else "needs embeddings before they are normalised; use adapter=lora towers=image (or both)"
-
-    def uploads(self, task: Task, shared: Params) -> Fields:
-        return super().uploads(task, shared) | {"clipped": SHARE, "flat": SHARE}
+        return "" if able else "needs embeddings before normalisation; use adapter=lora towers=image (or both)"
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         zeros = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)

@@ -10,7 +10,9 @@ answered with one number each. `every=k` does this each k-th round and GA in bet
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +30,11 @@ SMALLEST_CHANGE = 1e-8  # of a gap: smaller changes make the slope unreliable
 class Faa(Ga):
     every: Count = 1  # FAA each k-th round, GA in between
 
+    effects: ClassVar[Mapping[str, str]] = {
+        **Ga.effects,
+        "usable_slopes": "share of clients whose slope was positive and finite; 0: GA's weights were used",
+    }
+
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         if cohort.round % self.every:
             return super().round(model, state, cohort)
@@ -35,7 +42,8 @@ class Faa(Ga):
         weight = normalised(state.server["weight"][torch.from_numpy(replies.ids)])
         gap = self.gap(state, cohort, replies, weight)
         moved = self.adjusted(weight, gap, cohort.round, cohort.rounds)
-        slope = slopes(weight, moved, gap, self.gap(state, cohort, replies, moved))
+        slope, usable = slopes(weight, moved, gap, self.gap(state, cohort, replies, moved))
+        cohort.acted(usable_slopes=usable)
         weight = moved if slope is None else equal_gaps(weight, slope, gap)
         return self.finish_weighted(state, cohort, replies, weight)
 
@@ -49,14 +57,14 @@ class Faa(Ga):
         return torch.where(gap.isnan(), gap.nanmean(), gap)
 
 
-def slopes(weight: Tensor, moved: Tensor, gap: Tensor, moved_gap: Tensor) -> Tensor | None:
-    """K_i, with the median in place of unusable ones; None where none is usable."""
+def slopes(weight: Tensor, moved: Tensor, gap: Tensor, moved_gap: Tensor) -> tuple[Tensor | None, float]:
+    """K_i, with the median in place of unusable ones; None where none is usable. And the share of usable ones."""
     change = gap - moved_gap
     raw = (moved - weight) / change
     usable = (change.abs() >= SMALLEST_CHANGE) & raw.isfinite() & (raw > 0)
     if not usable.any():
-        return None
-    return torch.where(usable, raw, raw[usable].median())
+        return None, 0.0
+    return torch.where(usable, raw, raw[usable].median()), float(usable.double().mean())
 
 
 def equal_gaps(weight: Tensor, slope: Tensor, gap: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ The gap of a round comes with the next round's reply (see `Gaps`), when the next
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,11 +20,18 @@ from fedvlm.keys import NotNegative
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, Replies, Start, require_gaps
 
+# For merges whose mechanism is their weights
+FROM_UNIFORM = {"from_uniform": "total variation distance of the clients' weights from uniform ones; 0: the plain mean"}
+
 
 @dataclass(frozen=True)
 class Ga(Merge):
     gaps: bool = True  # always true: the weights are computed from the gaps
     step: NotNegative = 0.2  # largest change of a weight in round 1, times the number of clients; falls linearly
+
+    effects: ClassVar[Mapping[str, str]] = FROM_UNIFORM | {
+        "weights_moved": "total variation distance of the weights from those of the round before",
+    }
 
     def __post_init__(self) -> None:
         require_gaps(self)
@@ -49,9 +58,17 @@ class Ga(Merge):
     def finish_weighted(self, state: State, cohort: Cohort, replies: Replies, weight: Tensor) -> State:
         """The weighted sum. The weights of clients that answered are kept; their share of the total does not change."""
         at = torch.from_numpy(replies.ids)
+        before = normalised(state.server["weight"][at])
+        cohort.acted(from_uniform=total_variation(weight, replies.uniform()))
+        cohort.acted(weights_moved=total_variation(weight, before))
         kept = state.server["weight"].clone()
         kept[at] = (weight * kept[at].double().sum()).to(kept.dtype)
         return self.finish(state, cohort, replies, replies.sum(weight), weight, replies.mean_loss(), {"weight": kept})
+
+
+def total_variation(weight: Tensor, other: Tensor) -> float:
+    """Half the sum of the differences, 0 … 1: the share of the weight that is elsewhere."""
+    return float((weight - other).abs().sum() / 2)
 
 
 def normalised(weight: Tensor) -> Tensor:

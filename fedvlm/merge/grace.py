@@ -6,8 +6,9 @@ shifted so that the smallest is 1e-3, as in the public code. Running statistics 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from fedvlm.core import Cohort, Params, State, is_running_statistic, with_client_axis
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge, by_client
-from fedvlm.merge.ga import normalised
+from fedvlm.merge.ga import normalised, total_variation
 
 SMALLEST = 1e-3  # the least c_i after the shift
 
@@ -25,11 +26,16 @@ SMALLEST = 1e-3  # the least c_i after the shift
 class Grace(Merge):
     weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
 
+    effects: ClassVar[Mapping[str, str]] = {
+        "from_sizes": "total variation distance of the clients' weights from those that weights= says; 0: the plain mean",
+    }
+
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)
         size = replies.sizes(self.weights)
         cosine = consistency(replies.shared, state.shared, len(size))
         weight = normalised(size * cosine)
+        cohort.acted(from_sizes=total_variation(weight, normalised(size)))
         cohort.notes["consistency"] = by_client(replies.ids, cosine)
         loss = float(np.average(replies.values["loss"].numpy(), weights=size.numpy()))
         return self.finish(state, cohort, replies, replies.sum(weight), weight, loss)

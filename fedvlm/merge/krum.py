@@ -1,7 +1,8 @@
 """Krum and multi-Krum (Blanchard et al., 2017): only replies with many near neighbours count.
 
 A reply's score is the sum of squared distances to its n − f − 2 nearest neighbours; the `best` ones are averaged (1 is
-Krum). Reported sizes are not used: they are untrusted under Byzantine clients.
+Krum). Reported sizes are not used: they are untrusted under Byzantine clients. Running statistics are averaged with the
+chosen replies, but are no part of a distance: they have another scale than parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedvlm.core import Cohort, State
+from fedvlm.core import Cohort, State, is_running_statistic
 from fedvlm.keys import Count, Whole
 from fedvlm.local.model import Model
 from fedvlm.merge.base import Merge
@@ -25,7 +26,8 @@ class Krum(Merge):
         replies = self.gather(state, cohort)
         n = len(replies.ids)
         empty = replies.values["n"][:, None][:, :0]  # nothing is shared where all parameters are private
-        flat = torch.cat([empty, *(replies.shared[k].flatten(1) for k in sorted(replies.shared))], dim=1).double()
+        compared = sorted(k for k in replies.shared if not is_running_statistic(k))
+        flat = torch.cat([empty, *(replies.shared[k].flatten(1) for k in compared)], dim=1).double()
         distance = torch.cdist(flat, flat).square()
         neighbours = max(1, min(n - self.byzantine - 2, n - 1))
         score = distance.sort(1).values[:, 1 : neighbours + 1].sum(1)  # column 0 is the distance to itself

@@ -1,4 +1,8 @@
-"""Coordinate-wise median (Yin et al., 2018): fewer than half of the clients cannot move it far, whatever they send."""
+"""Coordinate-wise median (Yin et al., 2018): fewer than half of the clients cannot move it far, whatever they send.
+
+Of running statistics too: a mean of these would let a single client spoil the network. As moments their medians still fit
+together: half of the clients have E[x]² ≥ m² with m the median of E[x], and so the median of E[x²] is not below m².
+"""
 
 from dataclasses import dataclass
 

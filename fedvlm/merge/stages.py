@@ -26,7 +26,6 @@ from fedvlm.merge.mean import Mean, OnReply
 from fedvlm.schema import SHARE, Fields
 
 FINAL = "sft."  # prefix of the model at the switch, in the server's state
-RECORDED = ("accuracy", "clipped", "flat")  # values of the replies that are recorded, as means over clients
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,15 @@ class Stages(Mean):
             server |= {FINAL + k: v.clone() for k, v in state.shared.items()}
         reference = {k: self.reference_value(v, server[FINAL + k]) for k, v in state.shared.items()} if second else {}
         stage = REINFORCED if second else "supervised"
-        found: dict[str, list[float]] = {k: [] for k in RECORDED}
+        accuracies: list[float] = []
 
         def collect(reply: Reply) -> None:
-            for k, values in found.items():
-                values += reply.values[k].tolist() if k in reply.values else []
+            accuracies.extend(reply.values["accuracy"].tolist())
             if on_reply:
                 on_reply(reply)
 
         averaged = self.average(state, cohort, state.message(stage, reference), on_reply=collect)
-        accuracy = float(np.mean(found["accuracy"]))
+        accuracy = float(np.mean(accuracies))
         if not second:
             converged = (
                 int(server["stage.rounds"]) > 0 and abs(accuracy - float(server["stage.accuracy"])) < self.tolerance
@@ -87,7 +85,6 @@ class Stages(Mean):
             server["stage.rounds"] = server["stage.rounds"] + 1
         server["stage.accuracy"] = torch.tensor(accuracy, dtype=torch.float64)
         cohort.notes |= {"stage": stage, "train_accuracy": accuracy}
-        cohort.notes |= {k: float(np.mean(v)) for k, v in found.items() if second and v and k != "accuracy"}
         return state._replace(shared=averaged.mean, server=server | averaged.server)
 
     def reference_value(self, latest: Tensor, final: Tensor) -> Tensor:

@@ -4,13 +4,19 @@ The classes' mean contexts and all K·U outsider contexts of the K clients are m
 (fedvlm/transport.py), cost = squared distance over its maximum: every class sends out its mass, and an outsider context
 near classes receives much. The share `class_like` of them with the most mass is class-like:
 t^g ← α t^g + (1 − α) · their barycentre, with the rows of the plan normalised (taken literally, Eq. 10 shrinks contexts
-to a few percent). The U with the least mass are the next outsider contexts (Eq. 11 lacks the minus sign), by default,
-as in the paper, among all K·U; keep_nouns=true chooses for each noun among its K versions. α, τ and how many are
-class-like are not in the paper.
+to a few percent).
+
+Of each noun, the client's version with the least mass is the next outsider context. The paper keeps the U of all K·U with
+the least mass (Eq. 11 lacks the minus sign), which are all K versions of a few nouns: when it was tried, 20 contexts of 4
+nouns were left. Chosen by noun, no noun is lost, and a context stays before the noun that it was trained with. α, τ and
+how many are class-like are not in the paper; α = 0.9 has the best validation accuracy of the clients' own models among 0.5,
+0.9 and 0.99 (20 classes of Caltech101, ρ = 0.8: 69.6, 76.4, 76.2 %, s.e. 2.5); without calibration, α = 1, it is the same
+within that error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +35,14 @@ class Transport(Classwise):
     retain: Share = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
     relaxation: Positive = 0.1  # τ, penalty on unequal masses of outsiders, as a share of the largest cost
     class_like: Share = 0.1  # share of all outsider contexts that count as class-like; 0: none
-    keep_nouns: bool = False  # true: keep the least class-like version of each noun; false: the least class-like of all
 
     requires_parameters: ClassVar[tuple[str, ...]] = ("context", "outsiders")
+    effects: ClassVar[Mapping[str, str]] = {
+        "calibration": "how far the transport moved the class contexts, relative to their norm",
+        "class_like_mass": "share of the classes' mass that the class-like outsiders receive",
+        "kept_nouns": "different nouns among the outsider contexts that are kept",
+        "kept_clients": "different clients whose versions of an outsider context are kept",
+    }
 
     def __post_init__(self) -> None:
         if not (0 <= self.retain <= 1 and 0 <= self.class_like <= 1 and self.relaxation > 0):
@@ -48,9 +59,13 @@ class Transport(Classwise):
         number = max(1, round(self.class_like * len(flat))) if self.class_like else 0
         class_like = mass.sort(descending=True, stable=True).indices[:number]
         context = drawn_to_barycentre(classes, flat, plan, class_like, self.retain)
-        least = mass.sort(stable=True).indices[:count].sort().values
-        kept = least_per_noun(mass.view(-1, count)) if self.keep_nouns else least
-        cohort.notes |= {"class_like_mass": float(mass.sort().values[len(flat) - number :].sum())}
+        kept = least_per_noun(mass.view(-1, count))
+        cohort.acted(
+            calibration=float((context - classes).norm() / classes.norm().clamp(min=1e-30)),
+            class_like_mass=float(mass[class_like].sum()),
+            kept_nouns=float(len((kept % count).unique())),
+            kept_clients=float(len((kept // count).unique())),
+        )
         return shared | {"context": context, "outsiders": flat[kept]}
 
 

@@ -16,7 +16,9 @@ from fedvlm.evaluate.protocols import is_base_to_novel, row, target
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
 from fedvlm.report import fairness
+from fedvlm.report.effects import effects
 from fedvlm.report.figures import DARK, LIGHT, Picture, Theme, drawn, png
+from fedvlm.report.sent import sent
 from fedvlm.report.tables import (
     DASH,
     Groups,
@@ -70,6 +72,8 @@ def page(runs: list[RunFolder], path: Path) -> None:
         matrices=matrices(groups),
         most_columns=MOST_COLUMNS,
         traffic=[traffic(label, records) for label, records in groups.items()],
+        acted=[line for r in runs for line in acted(r)],
+        sent=[line for r in runs for line in sent(r)],
         runs=listing(runs),
         unfinished=[r.folder.name for r in runs if not r.done],
     )
@@ -98,6 +102,15 @@ def facts(groups: Groups) -> dict[str, str]:
         "commit": distinct(r.versions.get("commit") or "unknown" for r in records),
         **{k: v for k, v in spent.items() if v},
     }
+
+
+def acted(run: RunFolder) -> list[dict[str, str]]:
+    """What the mechanisms of a run's method did."""
+    return [
+        {"run": run.folder.name, "what": e.name, "first round": f"{e.first:.3g}", "last round": f"{e.last:.3g}"}
+        | {"meaning": e.meaning or DASH}
+        for e in effects(run)
+    ]
 
 
 def classes(data: DataRecord) -> str:

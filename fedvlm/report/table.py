@@ -31,6 +31,7 @@ class Table:
     notes: list[str] = field(default_factory=list)
     values: list[dict[str, Value]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
     by_seed: dict[str, SeedScores] = field(default_factory=dict)  # by method; see `tables.against`
+    dim: list[str] = field(default_factory=list)  # columns that the console prints in grey
 
     def cells(self, column: str) -> list[str]:
         return [row.get(column, "") for row in self.rows]

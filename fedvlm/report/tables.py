@@ -7,6 +7,7 @@ import csv
 import io
 import json
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -26,19 +27,24 @@ TENTHS = ("worst", "best")  # mean accuracy of the worst and of the best tenth o
 ROBUSTNESS = ("cacc", "auroc", "fpr95")  # accuracy on corrupted images, detection of outsiders; personal models
 NOT_SETTINGS = ("seed", "unseen", "engine", "chunk", "threads", "metrics")  # keys in which runs of one row may differ
 DASH = "–"  # no such value
+# the keys in which all rows of a fair table agree, beside data, backbone and seeds: budget, examples, and what is scored
+RULE = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "select", "protocol")
 
 Numbers = dict[str, Number]  # a row of the table; counts are integers
 Groups = dict[str, list[RunRecord]]  # finished runs by the label of their row
 
 
-def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True) -> Table:
+def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True, fair: bool = False) -> Table:
     """The table of these runs.
 
     select: the round that is reported, "last" or "selected" (the best on validation, never on test).
     apart: whether runs of one method with different settings are separate rows; False where the settings differ by
     design, such as a learning rate chosen for each target.
+    fair: rows that were not run under one rule are an error; otherwise a note names the difference.
     """
     groups = grouped(runs, apart)
+    if fair:
+        check_one_rule({name: [rule(r) for r in group] for name, group in groups.items()})
     values = {name: scores(g, select) | fairness(g, select) | costs(g) | published(g) for name, g in groups.items()}
     known = {"method", *(key for row in values.values() for key in row)}
     further = {m: m if m not in known else f"metrics.{m}" for m in further_metrics(groups, select)}  # metric → its key
@@ -198,6 +204,45 @@ def settings(record: RunRecord) -> Settings:
     return flat | {"data": record.data.fingerprint, "backbone": backbone_id(record)}
 
 
+def rule(record: RunRecord) -> Settings:
+    """What the rows of a fair table have in common, apart from the seed, which is one of the row's."""
+    return rule_keys(record.config) | {
+        "data": record.data.fingerprint,
+        "backbone": backbone_id(record),
+        "seed": record.seed,
+    }
+
+
+def rule_keys(config: Settings) -> Settings:
+    """The part of the rule that is known before anything is encoded; a method that trains nothing has no budget."""
+    return {k: config[k] for k in RULE if k in config and (k, config[k]) != ("rounds", 0)}
+
+
+def differences(rows: dict[str, list[Settings]], free: Collection[str] = ()) -> list[str]:
+    """In what the rows of a table differ, in words: their rules by name, of each run one. `free`: keys that may differ."""
+    found = []
+    for key in dict.fromkeys(k for rules in rows.values() for one in rules for k in one if k not in free):
+        values: dict[str, list[str]] = defaultdict(list)
+        for name, rules in rows.items():
+            if known := sorted({format_value(one[key]) for one in rules if key in one}):
+                values[", ".join(known)].append(name)
+        if len(values) > 1:
+            words = [
+                f"{value} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" for value, names in values.items()
+            ]
+            found.append(f"{key} {' and '.join(words)}")
+    return found
+
+
+def check_one_rule(rows: dict[str, list[Settings]], free: Collection[str] = ()) -> None:
+    """An error where rows of one table were not run alike."""
+    if found := differences(rows, free):
+        raise FedvlmError(
+            f"rows of one table must be run under one rule, and these differ in {'; '.join(found)}; run them alike "
+            "(rounds=, seeds=, backbone= for all), or see them side by side with `fedvlm compare`"
+        )
+
+
 def backbone_id(record: RunRecord) -> str:
     """NAME@FINGERPRINT."""
     return f"{record.backbone.name}@{record.backbone.fingerprint}"
@@ -230,8 +275,13 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         f"seeds {', '.join(map(str, seeds))}",
         f"test {metrics} in %, {chosen}; ± std over seeds",
     ]
+    if found := differences({name: [rule(r) for r in group] for name, group in groups.items()}):
+        out.append(f"not under one rule, and so no comparison of methods: {'; '.join(found)}")
+    else:
+        out[-1] += f"; one rule for all rows: {', '.join(budget(records))}"
     if not all(map(is_base_to_novel, records)):
-        out.append("G: shared model on held-out clients, P: personal models, C: all")
+        scored = "; ".join(sorted({scored_on(r) for r in records}))
+        out.append(f"G: shared model on held-out clients, P: personal models, C: all; scored on: {scored}")
     if any(map(is_base_to_novel, records)):
         out.append(
             "local: clients' own models on test images of the classes they train on, base: of all classes that any client "
@@ -250,6 +300,23 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
         out.append(f"the paper's numbers were measured with another backbone and are no target: {'; '.join(sources)}")
     return out
+
+
+def budget(records: list[RunRecord]) -> list[str]:
+    """What of the rule is not in the other notes."""
+    rounds = sorted({r.rounds for r in records if r.rounds})
+    shots = sorted({f"{format_value(r.config['shots'])} shots" for r in records if r.config.get("shots")})
+    return [f"{' or '.join(map(str, rounds)) or 'no'} rounds", *shots]
+
+
+def scored_on(record: RunRecord) -> str:
+    """The images that G and P are measured on, in words."""
+    config = record.config
+    held_out = "all" if config.get("unseen_split") == "all" else "test"
+    split = "validation" if config.get("personal_split") == "val" else "test"
+    owners = {"domain": "of their domain", "all": "of all clients that train"} if split == "test" else {}
+    owner = owners.get(str(config.get("score")), "of their own")
+    return (f"G on {held_out} images of held-out clients, " if record.unseen else "") + f"P on {split} images {owner}"
 
 
 def incidents(group: list[RunRecord], select: Select) -> list[str]:

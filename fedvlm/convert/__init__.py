@@ -1,0 +1,1 @@
+"""Data in other projects' formats, as folders and files that `data=` takes."""

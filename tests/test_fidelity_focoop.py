@@ -1,0 +1,158 @@
+"""FOCoOp's mechanisms act: its ascent finds the worst case, its server loses no noun, its parts tell what they do."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from helpers import ABLE, RULES, example, random_task
+from torch.nn import functional as F
+
+from fedvlm.adapters.outsiders import Outsiders
+from fedvlm.config import resolve
+from fedvlm.core import Batch, Cohort
+from fedvlm.engines.stacked import Stacked
+from fedvlm.local.bdro import Bdro, noise
+from fedvlm.merge.base import Gaps, Replies
+from fedvlm.merge.transport import Transport
+from fedvlm.method import Method
+
+PROMPTS = Outsiders(context=2, count=3)
+FLAT = Outsiders(count=1)  # two classes and one outsider in the plane
+
+
+def plane():
+    """Encoded prompts and six images in the plane, for one client."""
+    draw = torch.Generator().manual_seed(4)
+    points = {
+        k: F.normalize(torch.randn(1, n, 2, generator=draw), dim=-1) for k, n in (("context", 2), ("outsiders", 1))
+    }
+    batch = Batch(
+        F.normalize(torch.randn(1, 6, 2, generator=draw), dim=-1),
+        torch.tensor([[0, 1, 0, 1, 1, 0]]),
+        torch.full((1, 6), 1 / 6),
+    )
+    return points, batch, random_task(2, 2)._replace(scale=4.0)
+
+
+def worst_case(rule: Bdro, points, batch, task):
+    start = {k: torch.full_like(v, rule.sigma) for k, v in points.items()}
+    return rule.worst_case(lambda p: FLAT.losses(FLAT.logits_of(task, p, batch), batch.y), points, start, batch)
+
+
+def objective(rule: Bdro, points, batch, task, name: str, shifts: torch.Tensor) -> torch.Tensor:
+    """L(t + ε) − τ‖ε‖² − γ‖ε‖₁ of many ε [n, prompts, 2] of one kind of prompts."""
+    many = {k: (v + shifts if k == name else v.expand(len(shifts), -1, -1)) for k, v in points.items()}
+    text = torch.cat([many["context"], many["outsiders"]], 1)
+    logits = task.scale * torch.einsum("nd,kcd->knc", batch.x[0], text)
+    inside = logits[..., :2].logsumexp(-1)
+    loss = 2 * logits.logsumexp(-1) - inside - logits.gather(-1, batch.y[0].expand(len(shifts), -1)[..., None])[..., 0]
+    hold = rule.penalty if name == "context" else rule.outsider_penalty
+    return loss.mean(-1) - hold * shifts.flatten(1).square().sum(1) - rule.l1 * shifts.flatten(1).abs().sum(1)
+
+
+def fine_search(rule: Bdro, points, batch, task, name: str, reach: float = 1.5) -> float:
+    """The largest objective on a grid over all directions, which is then refined around its best point."""
+    shape = points[name].shape[1:]
+    centre, best = torch.zeros(shape.numel()), -np.inf
+    for _ in range(8):
+        axis = torch.linspace(-reach, reach, 13)
+        grid = torch.cartesian_prod(*[axis] * shape.numel()) + centre
+        values = objective(rule, points, batch, task, name, grid.view(-1, *shape))
+        best, centre = max(best, float(values.max())), grid[values.argmax()]
+        reach /= 3
+    return best
+
+
+@pytest.mark.parametrize("hold, l1", [(3.0, 0.0), (8.0, 0.0), (8.0, 0.05)])
+def test_the_ascent_finds_the_supremum(double, hold, l1):
+    """Of the classes' prompts, then of the outsider's with the classes' perturbed, as a fine search finds it."""
+    points, batch, task = plane()
+    rule = Bdro(ascent_steps=30, penalty=hold, outsider_penalty=hold, l1=l1)
+    shift = worst_case(rule, points, batch, task)
+    for name in ("context", "outsiders"):
+        nothing = float(objective(rule, points, batch, task, name, torch.zeros_like(shift[name])))
+        found = float(objective(rule, points, batch, task, name, shift[name]))
+        best = fine_search(rule, points, batch, task, name)
+        assert best - nothing > 1e-3, "there is something to be found"
+        assert found == pytest.approx(best, abs=1e-3 * (best - nothing))
+        points[name] = points[name] + shift[name]
+
+
+@pytest.mark.parametrize("hold", [20.0, Bdro.penalty])
+def test_the_default_ascent_is_near_the_supremum_and_rises(double, hold):
+    points, batch, task = plane()
+
+    def found(steps: int) -> float:
+        rule = Bdro(ascent_steps=steps, penalty=hold)
+        return float(objective(rule, points, batch, task, "context", worst_case(rule, points, batch, task)["context"]))
+
+    values = [found(n) for n in range(Bdro.ascent_steps + 1)]
+    assert values[0] < values[1] and all(a <= b for a, b in itertools.pairwise(values))
+    best = fine_search(Bdro(penalty=hold), points, batch, task, "context")
+    assert best - values[-1] < 0.02 * (best - values[0])
+
+
+def test_a_robust_round_tells_that_it_acts(double):
+    """The perturbation is not the noise that it starts from: that is far smaller, and another draw changes little."""
+    task, data = example("outsiders")
+    method = Method.build(PROMPTS, Bdro(**RULES), Transport(), task, seed=5)
+    cohort = Cohort(Stacked(method, data), ABLE, 1)
+    method.round(method.init(len(data)), cohort)
+    told = cohort.effects
+    assert told.keys() == Bdro.effects.keys() | Transport.effects.keys()
+    assert min(told["loss_gained"]) > 1e-3 and min(told["class_perturbation"]) > 1e-3
+    drawn = noise({"all": torch.zeros(len(data), 8, task.dim)}, data, Bdro.sigma)["all"]
+    assert float(drawn.flatten(1).norm(dim=1).max()) < 0.1 * min(told["perturbation"])
+    assert told["kept_nouns"] == [3.0] and 0 < told["calibration"][0] < 1
+
+
+def test_without_bos_is_plain_cross_entropy_over_classes_and_outsiders(double):
+    setup = resolve("focoop-without-bos", {})
+    assert type(setup.local).__name__ == "Sgd" and type(setup.merge).__name__ == "Transport"
+    logits, y = (
+        torch.randn(2, 6, 105, generator=torch.Generator().manual_seed(1)),
+        torch.tensor([[0, 1, 2, 3, 4, 0]] * 2),
+    )
+    expected = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(2, 6)
+    torch.testing.assert_close(setup.adapter.losses(logits, y), expected)
+    assert (resolve("focoop", {}).adapter.losses(logits, y) > expected).all()
+
+
+def test_a_kept_context_keeps_its_noun(double):
+    """Whatever the masses, the next context of a noun is one of that noun's versions; no noun gets lost."""
+    draw = torch.Generator().manual_seed(2)
+    shared = {"context": torch.randn(4, 2, 8, generator=draw), "outsiders": torch.zeros(6, 2, 8)}
+    base = torch.arange(6.0).view(1, 6, 1, 1) * torch.randn(
+        1, 1, 2, 8, generator=draw
+    )  # some nouns are far from classes
+    sets = base + 0.1 * torch.randn(5, 6, 2, 8, generator=draw)
+    cohort = Cohort(None, np.arange(5), 1)  # type: ignore[arg-type]
+    after = Transport().calibrated(shared, Replies(np.arange(5), {}, {"outsiders": sets}, Gaps({})), cohort)
+    for noun, context in enumerate(after["outsiders"]):
+        assert any(torch.equal(context, version) for version in sets[:, noun])
+    assert cohort.effects["kept_nouns"] == [6.0]
+
+
+def test_contexts_start_independently():
+    """A phrase is the same for all."""
+    task, _ = example("outsiders")
+    start = torch.cat(list(PROMPTS.init(task, 1).values())).flatten(1)
+    apart = torch.cdist(start, start) + torch.eye(len(start))
+    assert len(start) == 5 + 5 + 3 and float(apart.min()) > 0.01
+    assert not torch.equal(start, torch.cat(list(PROMPTS.init(task, 2).values())).flatten(1))
+
+
+@pytest.mark.parametrize("fusion", [0.0, 0.2, 0.8, 1.0])
+def test_the_share_of_the_global_context(double, fusion):
+    task, _ = example("outsiders")
+    adapter = Outsiders(context=2, count=3, fusion=fusion)
+    one, other = torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8)
+    one[..., 0, :], other[..., 1, :] = 1.0, 1.0
+    share = adapter.diagnose(task, {"own": one, "context": other})["global_share"]
+    torch.testing.assert_close(share, torch.tensor([fusion**2 / (fusion**2 + (1 - fusion) ** 2)]))
+    torch.testing.assert_close(
+        adapter.diagnose(task, {"own": one, "context": one})["global_share"], torch.tensor([fusion])
+    )
