@@ -1,0 +1,359 @@
+"""The claims of the five papers, checked at the sizes that mini-clip and our data allow: writes docs/claims.md.
+
+    python benchmarks/claims.py --data pacs=../shared/data/pacs                 # all whose data are given
+    python benchmarks/claims.py --data pacs=../shared/data/pacs --papers fedot --seeds 50 77 98 11 12 --jobs 2 --write
+    python benchmarks/claims.py --list
+
+A claim is an entry of benchmarks/claims/PAPER.yaml: what is compared, with which keys, and which recorded effect shows that
+the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.1, 0.3, 1, 3, 10), by the
+same criterion: on validation, in the first seed, what the measure reports (P: the personal model; G and others: the shared
+one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's t over the differences by seed.
+
+Verdicts: "holds" and "does not hold" where the interval says so and the mechanism was seen to act; "not decided" where the
+interval has both; "not tested" where the mechanism did not act or nothing recorded shows it, where data are missing, or
+where a method failed. Runs are kept in --out, and those that are there are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from study import last_rounds, megabytes_per_round, run_each, seed_scores
+
+from fedvlm import console
+from fedvlm.config import Setup, resolve
+from fedvlm.data.pool import Pools
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.records import RoundRecord, value_of
+from fedvlm.reproduce.measures import half_width
+
+FOLDER = Path(__file__).parent / "claims"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "claims.md"
+PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
+GRID = (0.1, 0.3, 1.0, 3.0, 10.0)  # times the recipe's lr
+SEEDS = (50, 77, 98, 11, 12)
+PERCENT = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
+HOLDS, FAILS, OPEN, UNTESTED = "holds", "does not hold", "not decided", "not tested"
+
+
+class Side(NamedTuple):
+    """One method of a comparison, with all that is asked of it."""
+
+    method: str
+    data: str
+    keys: tuple[tuple[str, object], ...]
+    measure: str
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], data: str, keys: Mapping[str, object], measure: str) -> Side:
+        on = {"on": given["on"]} if "on" in given else {}
+        whole = {**keys, **on, **given.get("settings", {})}
+        return cls(given["method"], data, tuple(sorted((k, listed(v)) for k, v in whole.items())), criterion(measure))
+
+
+def listed(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def criterion(measure: str) -> str:
+    return measure if measure in ("P", "C") else "G"
+
+
+class Outcome(NamedTuple):
+    left: float
+    right: float
+    difference: float
+    half: float  # half of the 95 % interval
+    seeds: int
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"{number(self.left)} and {number(self.right)}: {self.difference:+.3g} ± {self.half:.2g}"
+
+
+@dataclass
+class Claim:
+    paper: str
+    content: Mapping[str, Any]
+    outcomes: list[Outcome] = field(default_factory=list)
+    acted: str = ""  # what the mechanism's records show
+    verdict: str = UNTESTED
+    reason: str = ""
+
+    @property
+    def compared(self) -> list[Mapping[str, Any]]:
+        found = self.content["compare"]
+        return found if isinstance(found, list) else [found]
+
+    def sides(self, one: Mapping[str, Any]) -> tuple[Side, Side]:
+        keys = {**self.content.get("keys", {}), **one.get("keys", {})}
+        left, right = (Side.of(one[s], self.content["data"], keys, one["measure"]) for s in ("left", "right"))
+        return left, right
+
+
+def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:
+    found = [Claim(p, c) for p in papers for c in yaml.safe_load((FOLDER / f"{p}.yaml").read_text(encoding="utf-8"))]
+    return [c for c in found if not only or c.content["id"] in only]
+
+
+class Study:
+    """Runs, each once."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.pools = args, Pools()
+        self.data = dict(word.split("=", 1) for word in args.data) | {"emoji": "emoji"}
+        self.chosen: dict[Side, float] = {}
+        self.failed: dict[Side, str] = {}
+        self.runs: dict[Side, list[RunFolder]] = {}
+
+    def setup(self, side: Side, lr: float | None, seeds: tuple[int, ...]) -> Setup:
+        keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
+        keys["evaluate"] = keys.get("evaluate", keys.get("rounds", 30))
+        if self.args.rounds and int(str(keys.get("rounds", 0))) > self.args.rounds:
+            keys["rounds"] = keys["evaluate"] = self.args.rounds
+        keys |= {} if lr is None else {"lr": lr}
+        return resolve(side.method, keys)
+
+    def play(self, sides: Sequence[Side]) -> None:
+        """The lr of each side on validation, then all seeds with it."""
+        known = list(dict.fromkeys(s for s in sides if s.data in self.data))
+        tries: dict[tuple[Side, float], Setup] = {}
+        for side in known:
+            try:
+                plain = self.setup(side, None, self.args.seeds[:1])
+                if "lr" in dict(side.keys) or not plain.config.rounds:
+                    self.chosen[side] = math.nan
+                    continue
+                rate = plain.local.lr
+                tries |= {(side, f): self.setup(side, rate * f, self.args.seeds[:1]) for f in GRID}
+            except FedvlmError as error:
+                self.failed[side] = str(error)
+        runs = run_each(tries, self.args.jobs, self.pools)
+        for side in {side for side, _ in tries}:
+            values = {f: validation(runs[side, f], side.measure) for f in GRID}
+            self.chosen[side] = max(values, key=lambda f: values[f])
+        final = {side: self.final(side) for side in known if side in self.chosen}
+        self.runs |= run_each(final, self.args.jobs, self.pools)
+
+    def final(self, side: Side) -> Setup:
+        factor = self.chosen[side]
+        plain = self.setup(side, None, tuple(self.args.seeds))
+        return plain if math.isnan(factor) else self.setup(side, plain.local.lr * factor, tuple(self.args.seeds))
+
+
+def validation(runs: Sequence[RunFolder], measure: str) -> float:
+    """What chooses an lr: the accuracy on validation that belongs to the measure, mean over runs; of a run that fell apart,
+    the worst."""
+
+    def one(record: RoundRecord, view: str) -> float:
+        score = record.get(view, {}).get("val")  # type: ignore[attr-defined]
+        return -1.0 if score is None else float(score)
+
+    views = {"P": ("personal",), "C": ("personal", "shared")}.get(measure, ("shared",))
+    found = [one(r, v) for r in last_rounds(runs) for v in views if v in r]
+    return float(np.mean(found)) if found else -1.0
+
+
+def values(runs: Sequence[RunFolder], measure: str) -> dict[int, float]:
+    """The measure by seed."""
+    name, _, held = measure.partition("@")
+    if held:
+        runs = [r for r in runs if held in r.record.finished.unseen or held in r.record.config.get("unseen", [])]  # type: ignore[operator]
+    if name in ("G", "P", "C", "local", "base", "novel", "hm"):
+        return {s: 100 * v for s, v in seed_scores(runs, name).items() if v is not None}
+    by_seed: dict[int, list[float]] = {}
+    for run in runs:
+        by_seed.setdefault(run.record.seed, []).append(of_run(run, name))
+    return {s: float(np.mean(v)) for s, v in by_seed.items() if not any(map(math.isnan, v))}
+
+
+def of_run(run: RunFolder, name: str) -> float:
+    record, last = run.record, run.record.finished.last
+    if name == "mb":
+        return megabytes_per_round([run])
+    if name == "parameters":
+        asked, played = max(1, last.get("asked", 1)), max(1, last["round"])
+        return record.finished.bytes_up / asked / played / 4
+    rounds = [v for r in run.rounds() if (v := value_of(r, name)) is not None]
+    if name == "cosine":
+        return float(np.mean(rounds)) if rounds else math.nan
+    if name == "gap_variance":
+        return float(np.mean(rounds[len(rounds) // 2 :])) if rounds else math.nan
+    by_client = last.get(name)
+    if isinstance(by_client, dict):
+        return float(np.mean(list(by_client.values())))
+    found = value_of(last, name)
+    return math.nan if found is None else found * (100 if name in PERCENT else 1)
+
+
+def judged(one: Mapping[str, Any], left: dict[int, float], right: dict[int, float]) -> Outcome | None:
+    seeds = sorted(left.keys() & right.keys())
+    if len(seeds) < 2:
+        return None
+    differences = np.array([left[s] - right[s] for s in seeds])
+    mean, half = float(differences.mean()), half_width(list(differences)) or 0.0
+    a, b = (float(np.mean([side[s] for s in seeds])) for side in (left, right))
+    return Outcome(a, b, mean, half, len(seeds), verdict_of(one["relation"], mean, half, float(one.get("margin", 0))))
+
+
+def verdict_of(relation: str, mean: float, half: float, margin: float) -> str:
+    low, high = mean - half, mean + half
+    if relation == "<":
+        low, high = -high, -low
+    if relation in ("<", ">"):
+        return HOLDS if low > 0 else FAILS if high < 0 else OPEN
+    if relation == ">=":
+        return HOLDS if high >= 0 else FAILS
+    if relation == "~":
+        return HOLDS if -margin <= low and high <= margin else FAILS if low > margin or high < -margin else OPEN
+    raise ValueError(relation)
+
+
+def mechanism(claim: Claim, study: Study) -> bool:
+    """Whether everything that must be seen to act was; `acted` says what was seen."""
+    asked = claim.content.get("mechanism", [])
+    if asked == "unrecorded":
+        claim.acted = "nothing that is recorded shows it"
+        return False
+    seen = []
+    for one in asked:
+        name = one.get("effect") or one.get("diagnostic") or one.get("field")
+        runs = [r for side, found in study.runs.items() if side.method == one["method"] for r in found]
+        used = {s for c in claim.compared for s in claim.sides(c)}
+        runs = [r for side in used if side.method == one["method"] for r in study.runs.get(side, [])] or runs
+        value = recorded(runs, name)
+        fits = value is not None and (value > one["value"] if one["relation"] == ">" else value < one["value"])
+        seen.append((fits, f"{name} {'not recorded' if value is None else f'{value:.3g}'}"))
+    claim.acted = ", ".join(dict.fromkeys(text for _, text in seen)) or "–"
+    return all(fits for fits, _ in seen)
+
+
+def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
+    found = []
+    for last in last_rounds(runs):
+        entry: object = last.get("effects", {}).get(name, last.get(name))
+        if isinstance(entry, dict):
+            found += list(entry.values())
+        elif isinstance(entry, int | float):
+            found.append(float(entry))
+    return float(np.median(found)) if found else None
+
+
+def check(claim: Claim, study: Study) -> None:
+    for one in claim.compared:
+        sides = claim.sides(one)
+        lacking = [s for s in sides if s not in study.runs]
+        if lacking:
+            side = lacking[0]
+            missing = f"{side.data} was not given" if side.data not in study.data else f"{side.method} was not run"
+            claim.reason = study.failed.get(side, missing)
+            return
+        found = judged(one, *(values(study.runs[s], one["measure"]) for s in sides))
+        if found is None:
+            claim.reason = f"{one['measure']} was not recorded by both"
+            return
+        claim.outcomes.append(found)
+    acted = mechanism(claim, study)
+    verdicts = {o.verdict for o in claim.outcomes}
+    claim.verdict = HOLDS if verdicts == {HOLDS} else FAILS if FAILS in verdicts else OPEN
+    if claim.verdict != HOLDS and not acted:
+        claim.verdict, claim.reason = UNTESTED, "the mechanism was not seen to act"
+
+
+def number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def numbers_of_paper(given: object) -> str:
+    pairs = given if isinstance(given, list) else [given]
+    found = [
+        f"{p['left']:g} and {p['right']:g}" for p in pairs if isinstance(p, dict) and {"left", "right"} <= p.keys()
+    ]
+    return "; ".join(found) or "–"
+
+
+def lines(found: Sequence[Claim]) -> Iterator[list[str]]:
+    for claim in found:
+        c = claim.content
+        yield [
+            str(c["claim"]),
+            str(c["source"]),
+            numbers_of_paper(c.get("paper")),
+            "; ".join(map(str, claim.outcomes)) or "–",
+            claim.acted or "–",
+            f"**{claim.verdict}**" + (f" ({claim.reason})" if claim.reason else ""),
+        ]
+
+
+HEAD = ["claim", "source", "paper, left and right", "ours: left and right, difference and 95 % interval"]
+HEAD += ["mechanism, last round", "verdict"]
+
+
+def document(found: Sequence[Claim], args: argparse.Namespace) -> str:
+    counts = {v: sum(c.verdict == v for c in found) for v in (HOLDS, FAILS, OPEN, UNTESTED)}
+    told = ", ".join(f"{n} {v}" for v, n in counts.items())
+    given = " ".join(f"{word.split('=')[0]}=FOLDER" for word in args.data)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    cut = f" --rounds {args.rounds}" if args.rounds else ""
+    text = [
+        "# The papers' claims, checked\n",
+        f"Written by `python benchmarks/claims.py --data {given}{cut} --write` on {date.today()} at {commit}; not edited by "
+        f"hand. {len(found)} claims: {told}.\n",
+        f"Backbone mini-clip, splits 70/15/15 % of each client, test split, last round, seeds "
+        f"{', '.join(map(str, args.seeds))}; lr of every method from one grid on validation (first seed)"
+        + (f"; at most {args.rounds} rounds" if args.rounds else "")
+        + ". A verdict is about these sizes, not about the paper's backbone. *does not hold* needs a mechanism that "
+        "was seen to act; *not decided*: the 95 % interval over seeds has both signs; *not tested* says why.\n",
+    ]
+    for paper in dict.fromkeys(c.paper for c in found):
+        text += [f"\n## {paper}\n", "| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+        text += [
+            "| " + " | ".join(x.replace("|", "\\|") for x in row) + " |"
+            for row in lines([c for c in found if c.paper == paper])
+        ]
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="*", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--papers", nargs="*", default=PAPERS, choices=PAPERS)
+    parser.add_argument("--only", nargs="*", default=[], help="ids of claims")
+    parser.add_argument(
+        "--run", nargs="*", default=[], help="ids of claims to run; the others are listed as not tested"
+    )
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument("--rounds", type=int, default=0, help="at most so many; 0: as the claims say")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one per core")
+    parser.add_argument("--out", type=Path, default=Path("runs/claims"))
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--write", action="store_true", help="docs/claims.md")
+    args = parser.parse_args()
+    found = claims(args.papers, args.only)
+    if args.list:
+        return console.rows(
+            ["paper", "id", "data", "claim"],
+            [[c.paper, c.content["id"], c.content["data"], c.content["claim"]] for c in found],
+        )
+    study = Study(args)
+    wanted = [c for c in found if not args.run or c.content["id"] in args.run]
+    study.play([side for c in wanted for one in c.compared for side in c.sides(one)])
+    for claim in found:
+        check(claim, study)
+    console.rows(["id", *HEAD[2:]], [[c.content["id"], *row[2:]] for c, row in zip(found, lines(found), strict=True)])
+    if args.write:
+        DOCUMENT.write_text(document(found, args), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
