@@ -5,7 +5,7 @@
     python benchmarks/claims.py --list
 
 A claim is an entry of benchmarks/claims/PAPER.yaml: what is compared, with which keys, and which recorded effect shows that
-the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.1, 0.3, 1, 3, 10), by the
+the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.3, 1, 3), by the
 same criterion: on validation, in the first seed, what the measure reports (P: the personal model; G and others: the shared
 one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's t over the differences by seed.
 
@@ -40,7 +40,7 @@ from fedvlm.reproduce.measures import half_width
 FOLDER = Path(__file__).parent / "claims"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "claims.md"
 PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
-GRID = (0.1, 0.3, 1.0, 3.0, 10.0)  # times the recipe's lr
+GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, which was chosen on other data
 SEEDS = (50, 77, 98, 11, 12)
 PERCENT = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
 HOLDS, FAILS, OPEN, UNTESTED = "holds", "does not hold", "not decided", "not tested"
