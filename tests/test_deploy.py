@@ -279,9 +279,9 @@ def lying(monkeypatch, step: str, lie) -> None:
     """twemoji's agent answers this step with `lie(frame)` in place of the honest frame."""
     honest = agent.Agent.answer
 
-    def answer(self, frame):
-        found = honest(self, frame)
-        return lie(found) if self.about.site == "twemoji" and unpack(frame)[0].step == step else found
+    def answer(self, request):
+        found = honest(self, request)
+        return lie(found) if self.about.site == "twemoji" and request.header.step == step else found
 
     monkeypatch.setattr(agent.Agent, "answer", answer)
 

@@ -158,7 +158,7 @@ def variation(x: Tensor, adapter: Attention, task) -> float:
 def test_fedclips_mask_depends_on_the_image():
     clip = backbones.load("mini-clip")
     images = emoji_like(24)
-    raw, unit = encode_view(clip, images, Attention.view), clip.images(images)
+    raw, unit = encode_view(clip, images, Attention().view), clip.images(images)
     assert torch.equal(F.normalize(raw, dim=-1), unit) and raw.norm(dim=-1).mean() > 10
     task = example("attention")[0]._replace(dim=clip.dim, text=unit[:5])
     assert variation(raw, Attention(), task) > 10 * variation(unit, Attention(), task)

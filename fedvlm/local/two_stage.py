@@ -72,7 +72,7 @@ class TwoStage(Local):
 
     def incompatible(self, adapter: Adapter) -> str:
         able = isinstance(adapter, HasRawEmbedding) and adapter.alignment == "images"
-        return "" if able else "needs embeddings before normalisation; use adapter=lora towers=image (or both)"
+        return "" if able else "needs embeddings before they are normalised; use adapter=lora towers=image (or both)"
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         zeros = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
