@@ -7,15 +7,18 @@ import numpy as np
 import torch
 from helpers import example, train_small
 
+from fedvlm import ledger
 from fedvlm.adapters.head import Head
 from fedvlm.cli import main
 from fedvlm.core import Cohort, Data
 from fedvlm.engines.stacked import Stacked
+from fedvlm.engines.wire import Header, pack
 from fedvlm.local.means import Means
 from fedvlm.local.sgd import Sgd
 from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
 from fedvlm.report.effects import effects
+from fedvlm.report.page import page
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,16 @@ def test_a_run_shows_what_its_mechanisms_did(images, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "fft-gp" in told and "G" in told and "records no mechanism" not in told
     assert [e.name for e in effects(run)] and all(e.meaning for e in effects(run))
+
+
+def test_the_page_shows_mechanisms_and_what_left_the_clients(images, tmp_path):
+    run = train_small(images, tmp_path / "run", method="fft-gp", rounds=1)
+    frame = pack(Header("train", 1), {"shared": {"w1": torch.zeros(2, 3)}})
+    received = ledger.Ledger(run.folder / ledger.RECEIVED)
+    for clipped in (1.0, 2.0):
+        line = ledger.Sent("run", "<north>", "train", 1, 0, clipped=clipped)
+        received.append(ledger.line_of(frame, line))
+    page([run], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "What the mechanisms did" in text and "What left the clients" in text
+    assert "&lt;north&gt;" in text and "w1[2×3]" in text and "clipped" in text

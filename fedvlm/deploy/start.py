@@ -184,8 +184,10 @@ class Party:
         self.read = log.stat().st_size if log.exists() else 0
         call = [sys.executable, "-m", MODULE, self.about.kind, str(self.folder), self.about.name, str(os.getpid())]
         paths = os.pathsep.join(p for p in sys.path if p)
-        # secure logging: of an exception, NVFlare's messages name the type and not the text
-        more = {"PYTHONPATH": paths, "NVFLARE_SECURE_LOGGING": "true", **self.environment}
+        # secure logging: of an exception, NVFlare's messages name the type and not the text. One heap (glibc): otherwise
+        # each of NVFlare's threads keeps the memory of the largest messages that it passed on
+        more = {"NVFLARE_SECURE_LOGGING": "true", "MALLOC_ARENA_MAX": "1"}
+        more |= {"PYTHONPATH": paths, **self.environment}
         with files.writing(self.folder), files.opened(self.folder / CONSOLE, "wb", private=True) as out:
             self.process = subprocess.Popen(
                 call,
