@@ -299,17 +299,22 @@ HEAD = ["claim", "source", "paper, left and right", "ours: left and right, diffe
 HEAD += ["mechanism, last round", "verdict"]
 
 
-def document(found: Sequence[Claim], args: argparse.Namespace) -> str:
+def document(found: Sequence[Claim], study: Study) -> str:
+    args = study.args
     counts = {v: sum(c.verdict == v for c in found) for v in (HOLDS, FAILS, OPEN, UNTESTED)}
     told = ", ".join(f"{n} {v}" for v, n in counts.items())
     given = " ".join(f"{word.split('=')[0]}=FOLDER" for word in args.data)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cut = f" --rounds {args.rounds}" if args.rounds else ""
+    cut += f" --run {' '.join(args.run)}" if args.run else ""
+    records = [run.record for runs in study.runs.values() for run in runs]
+    splits = {" / ".join(f"{x:g}" for x in r.config["split"]) for r in records}  # type: ignore[union-attr]
     text = [
         "# The papers' claims, checked\n",
         f"Written by `python benchmarks/claims.py --data {given}{cut} --write` on {date.today()} at {commit}; not edited by "
         f"hand. {len(found)} claims: {told}.\n",
-        f"Backbone mini-clip, splits 70/15/15 % of each client, test split, last round, seeds "
+        f"Backbone {', '.join(sorted({r.backbone.name for r in records}))}, split {', '.join(sorted(splits))} %, test "
+        f"split, last round, seeds "
         f"{', '.join(map(str, args.seeds))}; lr of every method from one grid on validation (first seed)"
         + (f"; at most {args.rounds} rounds" if args.rounds else "")
         + ". A verdict is about these sizes, not about the paper's backbone. *does not hold* needs a mechanism that "
@@ -352,7 +357,7 @@ def main() -> None:
         check(claim, study)
     console.rows(["id", *HEAD[2:]], [[c.content["id"], *row[2:]] for c, row in zip(found, lines(found), strict=True)])
     if args.write:
-        DOCUMENT.write_text(document(found, args), encoding="utf-8")
+        DOCUMENT.write_text(document(found, study), encoding="utf-8")
 
 
 if __name__ == "__main__":
