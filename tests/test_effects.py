@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import pytest
 import torch
 from helpers import example, train_small
 
@@ -58,16 +59,19 @@ def test_means_over_steps_know_who_still_trains():
     assert means.found("a", "b")["a"].tolist() == [2.0, 4.0] and means.found("b")["b"].tolist() == [0.0, 0.0]
 
 
-def test_a_run_shows_what_its_mechanisms_did(images, tmp_path, capsys):
-    run = train_small(images, tmp_path / "run", method="fft-gp", rounds=1)
+@pytest.fixture(scope="module")
+def run(images, tmp_path_factory):
+    return train_small(images, tmp_path_factory.mktemp("effects") / "run", method="fft-gp", rounds=1)
+
+
+def test_a_run_shows_what_its_mechanisms_did(run, capsys):
     assert main(["show", str(run.folder)]) == 0
     told = capsys.readouterr().out
     assert "fft-gp" in told and "G" in told and "records no mechanism" not in told
     assert [e.name for e in effects(run)] and all(e.meaning for e in effects(run))
 
 
-def test_the_page_shows_mechanisms_and_what_left_the_clients(images, tmp_path):
-    run = train_small(images, tmp_path / "run", method="fft-gp", rounds=1)
+def test_the_page_shows_mechanisms_and_what_left_the_clients(run, tmp_path):
     frame = pack(Header("train", 1), {"shared": {"w1": torch.zeros(2, 3)}})
     received = ledger.Ledger(run.folder / ledger.RECEIVED)
     for clipped in (1.0, 2.0):

@@ -160,7 +160,7 @@ def test_a_killed_client_is_started_again_and_answers_the_same(processes):
 @can_pause
 def test_a_late_client_is_absent_and_its_late_answer_is_not_taken_for_another(processes):
     processes.ask(0, 2)
-    processes.engine.timeout = 4.0
+    processes.engine.timeout = 2.0
     os.kill(processes.engine.workers[2].process.pid, signal.SIGSTOP)
     began = time.monotonic()
     assert list(processes.ask(0, 2, round=2).ids) == [0] and time.monotonic() - began < 15

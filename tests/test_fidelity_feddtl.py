@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from colours import Colours, mean_colour, small_store, write_images
-from helpers import RULES, example, play, small_adapter, train_small
+from helpers import RULES, example, play, small_adapter
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,7 +26,6 @@ from fedvlm.data.embeddings import open_embeddings, write_embeddings
 from fedvlm.data.pool import embedding_pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import features, listing, open_view
-from fedvlm.folder import RunFolder
 from fedvlm.local.bgp import aligned_loss
 from fedvlm.local.model import Model
 from fedvlm.local.sgd import Sgd
@@ -36,6 +34,7 @@ from fedvlm.merge.mean import Mean
 from fedvlm.merge.stages import Stages
 from fedvlm.merge.text_server import TextServer
 from fedvlm.method import Method
+from fedvlm.records import as_trained
 
 IMAGE = Lora(rank=2, towers="image", projections=("q", "k", "v", "out"))
 
@@ -308,10 +307,10 @@ def test_maple_is_nine_layers_deep_or_as_deep_as_the_tower(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_an_adapter_of_before_keeps_to_normalised_embeddings(images, tmp_path):
-    run = train_small(images, tmp_path / "run", method="fedclip", rounds=1)
-    assert run.setup().adapter.view == "raw"
-    content = json.loads((run.folder / "run.json").read_text())
-    del content["adapter"]["settings"]["width"], content["adapter"]["settings"]["unit"]  # as fedvlm 0.2 wrote it
-    (run.folder / "run.json").write_text(json.dumps(content))
-    assert RunFolder(run.folder).setup().adapter.view == "embedding"
+def test_an_adapter_of_before_keeps_to_normalised_embeddings():
+    before: dict = {"name": "attention", "settings": {"private": []}}  # as fedvlm 0.2 wrote it
+    now: dict = {"name": "attention", "settings": {"private": [], "width": 1, "unit": False}}
+    for record in (before, now):
+        as_trained(record)
+    assert Attention(unit=before["settings"]["unit"]).view == "embedding"
+    assert Attention(unit=now["settings"]["unit"]).view == "raw"
