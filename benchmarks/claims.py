@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from study import last_rounds, megabytes_per_round, run_each, seed_scores
+from study import finished_each, last_rounds, megabytes_per_round, seed_scores
 
 from fedvlm import console
 from fedvlm.config import Setup, resolve
@@ -138,12 +138,12 @@ class Study:
                 tries |= {(side, f): self.setup(side, rate * f, self.args.seeds[:1]) for f in GRID}
             except FedvlmError as error:
                 self.failed[side] = str(error)
-        runs = run_each(tries, self.args.jobs, self.pools)
-        for side in {side for side, _ in tries}:
+        runs = finished_each(tries, self.args.jobs, self.pools, self.args.read)
+        for side in {side for side, _ in tries if all((side, f) in runs for f in GRID)}:
             values = {f: validation(runs[side, f], side.measure) for f in GRID}
             self.chosen[side] = max(values, key=lambda f: values[f])
         final = {side: self.final(side) for side in known if side in self.chosen}
-        self.runs |= run_each(final, self.args.jobs, self.pools)
+        self.runs |= finished_each(final, self.args.jobs, self.pools, self.args.read)
 
     def final(self, side: Side) -> Setup:
         factor = self.chosen[side]
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one per core")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--read", action="store_true", help="run nothing: judge what --out has")
     parser.add_argument("--write", action="store_true", help="docs/claims.md")
     args = parser.parse_args()
     found = claims(args.papers, args.only)

@@ -7,12 +7,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedvlm import api
+from fedvlm import api, console
 from fedvlm.config import Setup
 from fedvlm.data.pool import Pools
 from fedvlm.evaluate.protocols import by_seed
 from fedvlm.folder import RunFolder
 from fedvlm.planning import Job, place, single_runs
+from fedvlm.processes import RunsFailed
 from fedvlm.records import Number, Result, RoundRecord
 from fedvlm.report.tables import DASH, plus_minus
 
@@ -23,12 +24,31 @@ def run_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> dict[N
     """The finished runs of each setup (held-out domains × seeds), so many at once; 0 is one per core.
 
     Folders are named by `place`, not by api.plan: that would put a single run into `out` itself, where no other fits."""
-    jobs: dict[Name, list[Job]] = {}
+    jobs = jobs_of(setups, pools)
+    done = iter(api.execute([job for part in jobs.values() for job in part], at_once, pools).files)
+    return {name: [next(done) for _ in part] for name, part in jobs.items()}
+
+
+def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[Job]]:
+    jobs = {}
     for name, setup in setups.items():
         pool = api.encode(setup, pools)
         jobs[name] = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
-    done = iter(api.execute([job for part in jobs.values() for job in part], at_once, pools).files)
-    return {name: [next(done) for _ in part] for name, part in jobs.items()}
+    return jobs
+
+
+def finished_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools, read: bool) -> dict[Name, list[RunFolder]]:
+    """As run_each, but a setup with a run that failed is left out. `read`: nothing is run, only what is there is taken."""
+    jobs = jobs_of(setups, pools)
+    if not read:
+        try:
+            api.execute([job for part in jobs.values() for job in part], at_once, pools)
+        except RunsFailed as error:
+            console.note(str(error))
+    found = {name: [RunFolder(job.folder) for job in part] for name, part in jobs.items()}
+    return {
+        name: runs for name, runs in found.items() if all((r.folder / "run.json").exists() and r.done for r in runs)
+    }
 
 
 def results(runs: Sequence[RunFolder]) -> list[Result]:
