@@ -54,6 +54,11 @@ class Side(NamedTuple):
     keys: tuple[tuple[str, object], ...]
     measure: str
 
+    @property
+    def needed(self) -> set[str]:
+        """Names of data."""
+        return {self.data} | {str(value) for key, value in self.keys if key == "outsiders"}
+
     @classmethod
     def of(cls, given: Mapping[str, Any], data: str, keys: Mapping[str, object], measure: str) -> Side:
         on = {"on": given["on"]} if "on" in given else {}
@@ -118,6 +123,8 @@ class Study:
 
     def setup(self, side: Side, lr: float | None, seeds: tuple[int, ...]) -> Setup:
         keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
+        if "outsiders" in keys:
+            keys["outsiders"] = self.data[str(keys["outsiders"])]
         keys["evaluate"] = keys.get("evaluate", keys.get("rounds", 30))
         if self.args.rounds and int(str(keys.get("rounds", 0))) > self.args.rounds:
             keys["rounds"] = keys["evaluate"] = self.args.rounds
@@ -126,7 +133,7 @@ class Study:
 
     def play(self, sides: Sequence[Side]) -> None:
         """The lr of each side on validation, then all seeds with it."""
-        known = list(dict.fromkeys(s for s in sides if s.data in self.data))
+        known = list(dict.fromkeys(s for s in sides if s.needed <= self.data.keys()))
         tries: dict[tuple[Side, float], Setup] = {}
         for side in known:
             try:
@@ -255,7 +262,8 @@ def check(claim: Claim, study: Study) -> None:
         lacking = [s for s in sides if s not in study.runs]
         if lacking:
             side = lacking[0]
-            missing = f"{side.data} was not given" if side.data not in study.data else f"{side.method} was not run"
+            lacking_data = sorted(side.needed - study.data.keys())
+            missing = f"{lacking_data[0]} was not given" if lacking_data else f"{side.method} was not run"
             claim.reason = study.failed.get(side, missing)
             return
         found = judged(one, *(values(study.runs[s], one["measure"]) for s in sides))

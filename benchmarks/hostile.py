@@ -777,16 +777,18 @@ CHECKS = {"lies": lies, "strangers": strangers, "jobs": jobs, "capture": capture
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="*", choices=[*CHECKS, []], default=list(CHECKS))
+    parser.add_argument("checks", nargs="*", help=f"some of {', '.join(CHECKS)}; none: all")
     parser.add_argument("--place", type=Path, help="a new folder to look into afterwards; default: a temporary one")
     parser.add_argument("--out", type=Path, help="a JSON file")
     args = parser.parse_args()
+    if unknown := set(args.checks) - CHECKS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(CHECKS)}")
     kept: dict[str, list[Tried]] = {}
     with tempfile.TemporaryDirectory() as folder:
         fed = prepared(args.place or Path(folder))
         try:
             fed.up()
-            for name in args.checks:
+            for name in args.checks or CHECKS:
                 began = time.monotonic()
                 kept[name] = []
                 for tried in CHECKS[name](fed):

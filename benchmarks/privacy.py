@@ -5,13 +5,15 @@
 
 Clients: domain-dirichlet, 50 in each domain, each in a round with probability 1/2 (Poisson); the clipping norm follows the
 median. Examples: domain-iid, 5 clients in each domain; the clipping norm is chosen on validation from one grid for all
-methods at the first ε (first seed). Everything else is the recipe's. Runs are kept in --out: those that are there are not
+methods at the first ε (first seed). lr is chosen on validation from one grid (the recipe's times RATES) without privacy
+(first seed). Everything else is the recipe's. Runs are kept in --out: those that are there are not
 repeated. --write puts the table of all runs in --out into docs/privacy.md, and the figure beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ from fedvlm.records import RunRecord
 METHODS = ("fedavg", "fedot", "promptfl", "fedlora")
 EPSILONS = (16.0, 8.0, 4.0, 2.0, 1.0)
 CLIPS = (0.3, 1.0, 3.0, 10.0)
+RATES = (1.0, 3.0, 10.0)  # times the recipe's lr: few clients of many train in a round, and few rounds
 SEEDS = (50, 77, 98)
 WITHOUT = 0.0  # in place of an ε: no privacy
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -75,38 +78,47 @@ def main() -> None:
 
 def chosen_clip(args: argparse.Namespace, level: str, method: str, pools: Pools) -> Build:
     """A function from (ε, seeds) to a setup, with the clipping norm that is best on validation."""
+    first, rate = (args.seeds[0],), resolve(method, {}).local.lr
+    plain = best_of({rate * f: Build(args, level, method, rate * f)(WITHOUT, first) for f in RATES}, args, pools)
     if level == "client":
-        return Build(args, level, method, {"clip_quantile": 0.5})
-    tries = {c: Build(args, level, method, {"clip_norm": c})(args.epsilons[0], (args.seeds[0],)) for c in CLIPS}
+        return Build(args, level, method, plain, {"clip_quantile": 0.5})
+    tries = {c: Build(args, level, method, plain, {"clip_norm": c}) for c in CLIPS}
+    best = best_of({c: build(args.epsilons[0], first) for c, build in tries.items()}, args, pools)
+    return tries[best]
+
+
+def best_of(tries: dict[float, Setup], args: argparse.Namespace, pools: Pools) -> float:
+    """On validation."""
     runs = run_each(tries, args.jobs, pools)
-    best = max(CLIPS, key=lambda c: last_rounds(runs[c])[0]["personal"]["val"] or 0.0)
-    return Build(args, level, method, {"clip_norm": best})
+    return max(tries, key=lambda value: last_rounds(runs[value])[0]["personal"]["val"] or 0.0)
 
 
 class Build(NamedTuple):
     args: argparse.Namespace
     level: str
     method: str
-    clip: dict[str, float]
+    lr: float
+    clip: Mapping[str, float] = {}
 
     def __call__(self, epsilon: float, seeds: tuple[int, ...]) -> Setup:
         args = self.args
         private = {"dp": self.level, "epsilon": epsilon, **self.clip} if epsilon else {}
         given = {"data": args.data, "rounds": args.rounds, "evaluate": args.rounds, "seeds": seeds, "gaps": False}
+        given["lr"] = self.lr
         out = {"out": str(Path(args.out) / self.level)}
         return resolve(self.method, given | LAYOUTS[self.level] | private | out)
 
 
 def rows(runs: list[RunFolder]) -> dict[Row, list[RunRecord]]:
-    """Finished runs by row; of the clipping norms that were tried, the one that most seeds have."""
-    found: dict[Row, dict[float, list[RunRecord]]] = {}
+    """Finished runs by row; of the clipping norms and lr that were tried, those that most seeds have."""
+    found: dict[Row, dict[object, list[RunRecord]]] = {}
     for run in runs:
         record = run.record
         if record.result is not None:
-            epsilon, clip = float(str(record.config["epsilon"])), float(str(record.config["clip_norm"]))
-            level = run.folder.parent.name
-            found.setdefault(Row(level, record.method.name, epsilon), {}).setdefault(clip, []).append(record)
-    return {row: max(clips.values(), key=lambda r: (len(r), validation(r))) for row, clips in found.items()}
+            row = Row(run.folder.parent.name, record.method.name, float(str(record.config["epsilon"])))
+            chosen = record.config["clip_norm"], record.local.settings["lr"]
+            found.setdefault(row, {}).setdefault(chosen, []).append(record)
+    return {row: max(tried.values(), key=lambda r: (len(r), validation(r))) for row, tried in found.items()}
 
 
 def validation(records: list[RunRecord]) -> float:
