@@ -6,8 +6,9 @@
 
 A claim is an entry of benchmarks/claims/PAPER.yaml: what is compared, with which keys, and which recorded effect shows that
 the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.3, 1, 3), by the
-same criterion: on validation, in the first seed, what the measure reports (P: the personal model; G and others: the shared
-one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's t over the differences by seed.
+same criterion: on validation, in the first seed, what the measure reports (P and what is scored by personal models: the
+personal model; G and others: the shared one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's
+t over the differences by seed.
 
 Verdicts: "holds" and "does not hold" where the interval says so and the mechanism was seen to act; "not decided" where the
 interval has both; "not tested" where the mechanism did not act or nothing recorded shows it, where data are missing, or
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from study import finished_each, last_rounds, megabytes_per_round, seed_scores
+from study import Shelf, finished_each, last_rounds, megabytes_per_round, seed_scores
 
 from fedvlm import console
 from fedvlm.config import Setup, resolve
@@ -43,6 +44,7 @@ PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
 GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, which was chosen on other data
 SEEDS = (50, 77, 98, 11, 12)
 PERCENT = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
+BY_PERSONAL_MODELS = ("P", "acc", "cacc", "auroc", "fpr95", "local", "variance", "worst")
 HOLDS, FAILS, OPEN, UNTESTED = "holds", "does not hold", "not decided", "not tested"
 
 
@@ -71,7 +73,9 @@ def listed(value: object) -> object:
 
 
 def criterion(measure: str) -> str:
-    return measure if measure in ("P", "C") else "G"
+    if measure == "C":
+        return "C"
+    return "P" if measure in BY_PERSONAL_MODELS else "G"
 
 
 class Outcome(NamedTuple):
@@ -116,6 +120,7 @@ class Study:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.pools = args, Pools()
+        self.shelf = Shelf(args.out) if args.read else None
         self.data = dict(word.split("=", 1) for word in args.data) | {"emoji": "emoji"}
         self.chosen: dict[Side, float] = {}
         self.failed: dict[Side, str] = {}
@@ -125,7 +130,7 @@ class Study:
         keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
         if "outsiders" in keys:
             keys["outsiders"] = self.data[str(keys["outsiders"])]
-        keys["evaluate"] = keys.get("evaluate", keys.get("rounds", 30))
+        keys["evaluate"] = keys.get("evaluate", max(1, int(str(keys.get("rounds", 30)))))
         if self.args.rounds and int(str(keys.get("rounds", 0))) > self.args.rounds:
             keys["rounds"] = keys["evaluate"] = self.args.rounds
         keys |= {} if lr is None else {"lr": lr}
@@ -145,12 +150,15 @@ class Study:
                 tries |= {(side, f): self.setup(side, rate * f, self.args.seeds[:1]) for f in GRID}
             except FedvlmError as error:
                 self.failed[side] = str(error)
-        runs = finished_each(tries, self.args.jobs, self.pools, self.args.read)
+        runs = self.finished(tries)
         for side in {side for side, _ in tries if all((side, f) in runs for f in GRID)}:
             values = {f: validation(runs[side, f], side.measure) for f in GRID}
             self.chosen[side] = max(values, key=lambda f: values[f])
         final = {side: self.final(side) for side in known if side in self.chosen}
-        self.runs |= finished_each(final, self.args.jobs, self.pools, self.args.read)
+        self.runs |= self.finished(final)
+
+    def finished(self, setups: dict[Any, Setup]) -> dict[Any, list[RunFolder]]:
+        return self.shelf.of(setups) if self.shelf else finished_each(setups, self.args.jobs, self.pools)
 
     def final(self, side: Side) -> Setup:
         factor = self.chosen[side]

@@ -158,7 +158,8 @@ def caption(found: dict[Row, list[RunRecord]]) -> str:
     note = f"; fewer than {len(SEEDS)} seeds: {', '.join(fewer)}" if fewer else ""
     return (
         f"Test accuracy of personal models in %, mean over clients, ± std over {max(seeds.values())} seeds; "
-        f"{one.data.name}, {one.backbone.name}, {one.rounds} rounds, δ = {', '.join(deltas)}{note}."
+        f"{one.data.name}, {one.backbone.name}, {one.rounds} rounds, δ = {', '.join(deltas)}; "
+        f"lr of every method from one grid, on validation without privacy{note}."
     )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from fedvlm import api, console
-from fedvlm.config import Setup
+from fedvlm.config import Setup, binding
 from fedvlm.data.pool import Pools
 from fedvlm.evaluate.protocols import by_seed
 from fedvlm.folder import RunFolder
-from fedvlm.planning import Job, place, single_runs
+from fedvlm.planning import LEAVE_ONE_OUT, Job, place, single_runs
 from fedvlm.processes import RunsFailed
 from fedvlm.records import Number, Result, RoundRecord
 from fedvlm.report.tables import DASH, plus_minus
@@ -37,18 +39,53 @@ def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[Job]]
     return jobs
 
 
-def finished_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools, read: bool) -> dict[Name, list[RunFolder]]:
-    """As run_each, but a setup with a run that failed is left out. `read`: nothing is run, only what is there is taken."""
+def finished_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> dict[Name, list[RunFolder]]:
+    """As run_each, but a setup with a run that failed is left out."""
     jobs = jobs_of(setups, pools)
-    if not read:
-        try:
-            api.execute([job for part in jobs.values() for job in part], at_once, pools)
-        except RunsFailed as error:
-            console.note(str(error))
+    try:
+        api.execute([job for part in jobs.values() for job in part], at_once, pools)
+    except RunsFailed as error:
+        console.note(str(error))
     found = {name: [RunFolder(job.folder) for job in part] for name, part in jobs.items()}
     return {
         name: runs for name, runs in found.items() if all((r.folder / "run.json").exists() and r.done for r in runs)
     }
+
+
+class Shelf:
+    """Finished runs of a folder by what was decided in them: to judge runs of another machine, without their data."""
+
+    APART = ("unseen", "seed")  # a setup stands for several of these
+
+    def __init__(self, folder: Path):
+        self.runs: dict[str, list[RunFolder]] = {}
+        for path in sorted(folder.glob("*/run.json")):
+            run = RunFolder(path.parent)
+            if run.done:
+                record = run.record
+                parts = {"adapter": record.adapter, "local": record.local, "merge": record.merge}
+                made = {home: [part.digest or part.name, part.settings] for home, part in parts.items()}
+                self.runs.setdefault(self.key({**made, **binding(record.config)}, record.data.name), []).append(run)
+
+    def key(self, decided: Mapping[str, object], data: str) -> str:
+        """Folders of data count by their name."""
+        kept = {k: v for k, v in decided.items() if k not in self.APART and k != "data" and not k.startswith("metric-")}
+        kept["outsiders"] = Path(str(kept["outsiders"])).name
+        return json.dumps({"data": data, **kept}, sort_keys=True)
+
+    def of(self, setups: Mapping[Name, Setup]) -> dict[Name, list[RunFolder]]:
+        """Of the setups whose runs are all there."""
+        found = {}
+        for name, setup in setups.items():
+            runs = self.runs.get(self.key(setup.binding(), Path(setup.config.data).stem.split(".")[0]), [])
+            runs = [run for run in runs if run.record.seed in (setup.config.seeds or (setup.config.seed,))]
+            if runs and len(runs) == len(setup.config.seeds or (0,)) * targets(runs[0], setup):
+                found[name] = runs
+        return found
+
+
+def targets(run: RunFolder, setup: Setup) -> int:
+    return len(run.record.data.domains) if setup.config.protocol == LEAVE_ONE_OUT else 1
 
 
 def results(runs: Sequence[RunFolder]) -> list[Result]:
