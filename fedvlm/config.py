@@ -12,9 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from fedvlm import catalogue, own, parts, recipe
+from fedvlm import catalogue, own, parts, recipe, words
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import RENAMED, Count, Key, NotNegative, Positive, PositiveShare, Range, Share, Whole, unknown
+from fedvlm.listed import with_files_read
 from fedvlm.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 
 if TYPE_CHECKING:
@@ -27,10 +28,31 @@ COMMAND_LINE = "command line"
 RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
 OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody
 # keys that do not change a run's numbers
-NOT_BINDING = ("federation", "out", "seeds", "jobs", "protocol", "timeout", "grace", "device")
+NOT_BINDING = (
+    "federation",
+    "out",
+    "seeds",
+    "jobs",
+    "protocol",
+    "timeout",
+    "grace",
+    "device",
+    "names",
+    "split_file",
+    "log",
+)
 
 Partition = Literal[
-    "auto", "domain", "iid", "dirichlet", "disjoint", "pathological", "domain-iid", "domain-dirichlet", "pooled"
+    "auto",
+    "client",
+    "domain",
+    "iid",
+    "dirichlet",
+    "disjoint",
+    "pathological",
+    "domain-iid",
+    "domain-dirichlet",
+    "pooled",
 ]
 Proportion = Annotated[float, Range(0, 1_000_000)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
@@ -41,14 +63,17 @@ WEEKS = 1_000_000  # seconds; some systems cannot wait for more than 49 days
 class Layout:
     """Which client holds what."""
 
-    partition: Partition = "auto"  # auto: one client per domain where there are domains, else dirichlet
+    partition: Partition = "auto"  # auto: as the data name clients, else one per domain, else dirichlet
     clients: Annotated[int, Range(1, 1_000_000)] = 10  # how many (for domain-iid and domain-dirichlet: in each domain)
     alpha: Annotated[float, Range(1e-9)] = 0.5  # dirichlet: small is skewed
     per_client: Whole = 0  # pathological: classes per client, overlapping; 0 deals each class to one client
     shots: Whole = 0  # training images per class and client; 0 is all
-    split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test
+    split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test; or split=FILE, CoOp's json
     unseen: tuple[str, ...] = ()  # domains (or clients) that nobody trains on
     unseen_split: Literal["test", "all"] = "test"  # of unseen domains: the test images are scored, or all images
+    centre: Literal["none", "own"] = (
+        "none"  # own: each client, newcomers too, takes its images' mean off their embeddings
+    )
     score: Literal["own", "domain", "all"] = (
         "own"  # test images: a client's own, of all clients of its domain, or of all clients that train
     )
@@ -58,20 +83,24 @@ class Layout:
 class Config(Layout):
     """What a run is, beside its method's three parts."""
 
-    data: str = "emoji"  # emoji (embedded), a folder or zip of images, .jsonl (text), .safetensors (embeddings)
+    data: str = "emoji"  # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
-    template: str = "a photo of a {}"  # the phrase that is made of a class name
+    template: str = "a photo of a {}"  # phrase made of a class name; several (commas, FILE, clip) are averaged
+    names: str = ""  # a file of class names, .json or .csv of folder → name; "": the folders' own names
+    split_file: str = ""  # the same as split=FILE: CoOp's split file, whose images, classes and split are taken
     group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stay on one side of a split
     domains: Whole = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
-    classes: tuple[str, ...] = ()  # only these classes, such as classes=dog,cat; none named: all
+    classes: tuple[str, ...] = ()  # only these classes, such as classes=dog,cat, or a file of names; none named: all
     stride: Count = 8  # text: characters from one example to the next
     outsiders: str = ""  # a folder of images of no class: records how well models detect them (auroc, fpr95)
     corrupt: Annotated[int, Range(0, 75)] = 0  # corrupted copies per test image (15 kinds × 5 severities); records cacc
     metrics: tuple[str, ...] = ()  # further metrics to record: ece, macro_f1, or a file or module of your own
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
     settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
-    protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = "one"
-    rounds: Whole = 50
+    protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = (
+        "one"  # what is held out: as unseen= says, each domain in turn, or half of the classes
+    )
+    rounds: Whole = 50  # in each, the server sends the shared model, clients train, and the server merges; 0: none
     participation: PositiveShare = 1.0  # share of clients asked each round
     sampling: Literal["fixed", "poisson"] = "fixed"  # of a round's clients: that share exactly, or each independently
     dropout: Share = 0.0  # rehearsal of failures: share of asked clients that do not answer
@@ -99,16 +128,17 @@ class Config(Layout):
     secure_range: Positive = 64.0  # secure: each number of an update is clipped to ± this; small ones save bytes
     federation: str = ""  # the kit of who starts runs (admin.zip): the run goes on at the sites of its federation
     engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU, where there is one, for networks and prompts
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: an NVIDIA GPU, if any, for networks and prompts
     chunk: Whole = 0  # clients side by side; 0 follows the measured rule
     timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
     grace: Annotated[float, Range(0, WEEKS)] = 60.0  # loopback: seconds that the others have once a quorum has answered
     personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
     evaluate: Count = 1  # score every so many rounds (and always the last)
     threads: Annotated[int, Range(1, 1024)] = 1  # for training; small steps gain nothing from more
-    seed: Seed = 50
+    seed: Seed = 50  # of splits, partitions, initial values and batches; the same seed gives the same run
     seeds: tuple[Seed, ...] = ()  # several runs, one per seed
     jobs: Whole = 0  # runs at a time (bench, protocols); 0 is one per core
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # trackers that also get each round's numbers
     out: str = ""  # run: the run's folder; several runs: the folder that holds them
 
 
@@ -208,6 +238,7 @@ def key_values(words: list[str]) -> dict[str, str]:
 
 def resolve(method: str, given: Mapping[str, object]) -> Setup:
     """A method's recipe and what the user gave, as a setup; an error names the key and the way out."""
+    asked_for, given = given, with_files_read(given)
     plan = recipe.load(method, on=str(given.get("on", "")))
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
     asked = [layer.settings["settings"] for layer in plan.layers(backbone, tuned=False) if "settings" in layer.settings]
@@ -247,7 +278,14 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
         homes_[home] = part_record("metric", home.removeprefix("metric-"), complete[home], codes.get(home))
     homes_["engine"] = _engine(config.engine, codes)
     about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
-    return Setup(about, config, homes_, cast(Settings, dict(given)), origins, codes)
+    return Setup(about, config, homes_, cast(Settings, dict(asked_for)), origins, codes)
+
+
+def keys_of_method(method: str, given: Mapping[str, object]) -> dict[str, list[Key]]:
+    """The keys of a run and of a method's three parts, by home."""
+    plan = recipe.load(method, on=str(given.get("on", "")))
+    names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
+    return {"run": catalogue.load().run} | {axis: catalogue.keys(axis, name) for axis, name in names.items()}
 
 
 def part_record(kind: str, name: str, settings: Settings, code: own.Code | None) -> PartRecord:
@@ -320,11 +358,13 @@ def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where:
     """An error that says which other part has this key, where one has."""
     if RENAMED.get(key.rpartition(".")[2]) in _all_names(keys):
         return unknown(key, _all_names(keys), where)
-    for axis in parts.AXES:
-        for other, info in catalogue.load().parts[axis].items():
-            if any(k.name == key for k in info.keys):
-                reason = f"{axis}={names[axis]} has none, {axis}={other} has"
-                return FedvlmError(f"{where}{key}= is not a key here: {reason}")
+    for meant in dict.fromkeys((key, words.key(key))):
+        for axis in parts.AXES if meant not in _all_names(keys) else ():
+            for other, info in catalogue.load().parts[axis].items():
+                if any(k.name == meant for k in info.keys):
+                    called = "" if meant == key else f" ({meant}=)"
+                    reason = f"{axis}={names[axis]} has none{called}, {axis}={other} has"
+                    return FedvlmError(f"{where}{key}= is not a key here: {reason}")
     return unknown(key, _all_names(keys), where)
 
 

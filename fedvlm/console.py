@@ -13,12 +13,15 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.table import Table as Grid
+from rich.text import Text
 
 from fedvlm.names import printable
 from fedvlm.records import MEASURES, RoundRecord, value_of
 from fedvlm.report.table import Table
+from fedvlm.units import duration
 
 WIDE = 240  # columns where the output is no terminal, so that nothing is cut
+EVERY = 5.0  # seconds between two lines of progress where the output is no terminal
 LONGEST_CELL = 4096  # characters, as the longest path
 plain = partial(Console, highlight=False, markup=False, emoji=False)  # names and paths are shown as they are
 out = plain(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else WIDE)
@@ -58,10 +61,10 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
         def say(done: int, words: str = "", total: int | None = total) -> None:
             nonlocal shown
             now, total = time.monotonic(), total or done
-            if now - shown >= 2 or (done >= total and now - began >= 2):
+            if now - shown >= EVERY or (done >= total and now - began >= EVERY):
                 shown = now
-                left = (now - began) / max(done, 1) * (total - done)
-                print(" ".join(printable(f"{title} {done}/{total} {words} {left:.0f} s left").split()), flush=True)
+                left = duration((now - began) / max(done, 1) * (total - done))
+                print(" ".join(printable(f"{title} {done}/{total} {words} {left} left").split()), flush=True)
 
         yield say
 
@@ -94,6 +97,7 @@ def show(table: Table) -> None:
         columns=[printable(c, LONGEST_CELL) for c in table.columns],
         rows=[{printable(c, LONGEST_CELL): printable(x, LONGEST_CELL) for c, x in row.items()} for row in table.rows],
         notes=[printable(n) for n in table.notes],
+        bold={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.bold},
     )
     if not (out.is_terminal or out.is_jupyter):
         print(table)  # the whole of it, for files and pipes
@@ -105,7 +109,7 @@ def show(table: Table) -> None:
         style = "dim" if column in table.dim else ""
         grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, style=style)
     for row in table.rows:
-        grid.add_row(*(row.get(c, "") for c in columns))
+        grid.add_row(*(Text(row.get(c, ""), "bold" if table.is_bold(row, c) else "") for c in columns))
     out.print(grid)
     for text in table.notes:
         note(text)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import io
 import math
 import operator
+import tokenize
 import types
 import typing
 from collections.abc import Collection
 from typing import Annotated, Literal, NamedTuple, SupportsFloat, SupportsIndex, cast
 
+from fedvlm import words
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.records import Value
 
@@ -100,7 +103,11 @@ class Key(NamedTuple):
         if self.choices:
             found = [c for c in self.choices if str(c) == str(value)]
             if not found:
-                raise FedvlmError(f"{name}={value}: {nearest(str(value), map(str, self.choices))}")
+                meant = words.value(self.name, str(value))
+                known = (
+                    f"did you mean {meant}?" if meant in self.choices else nearest(str(value), map(str, self.choices))
+                )
+                raise FedvlmError(f"{name}={value}: {known}")
             return found[0]
         if self.type == "bool":
             if str(value).lower() not in WORDS:
@@ -184,16 +191,27 @@ def comments_of(cls: type) -> dict[str, str]:
             continue
         source = inspect.cleandoc("".join(lines)) if lines[0][:1].isspace() else "".join(lines)
         body = ast.parse(source).body[0]
-        shown = source.splitlines()
+        comments = comments_by_line(source)
         for node in getattr(body, "body", []):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
-                _, hash, comment = shown[node.end_lineno - 1][node.end_col_offset :].partition("#")
-                found[node.target.id] = comment.strip() if hash else found.get(node.target.id, "")
+                lines_of_it = range(node.lineno, node.end_lineno + 1)  # in brackets it may stand before the last line
+                comment = " ".join(comments[n] for n in lines_of_it if n in comments)
+                found[node.target.id] = comment or found.get(node.target.id, "")
     return found
+
+
+def comments_by_line(source: str) -> dict[int, str]:
+    read = io.StringIO(source).readline
+    tokens = tokenize.generate_tokens(read)
+    return {t.start[0]: t.string.lstrip("#").strip() for t in tokens if t.type == tokenize.COMMENT}
 
 
 def unknown(key: str, known: Collection[str], where: str = "") -> FedvlmError:
     name = key.rpartition(".")[2]
     if RENAMED.get(name) in known:
         return FedvlmError(f"{where}{key}= is not a key here: it is now called {RENAMED[name]}=")
+    if words.key(name) != name and words.key(name) in known:
+        return FedvlmError(f"{where}{key}= is not a key here; use {words.key(name)}=")
+    if name in words.METHOD:
+        return FedvlmError(f"{where}{key}= is not a key here; name the method without it, as in `fedvlm run fedot`")
     return FedvlmError(f"{where}{key}= is not a key here; {nearest(key, known)}")

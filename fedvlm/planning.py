@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from fedvlm import steps
-from fedvlm.config import Setup
+from fedvlm import console, steps
+from fedvlm.config import COMMAND_LINE, Setup
 from fedvlm.core import Message, copy_per_client, nbytes
-from fedvlm.data.federation import Federation
-from fedvlm.data.pool import Pool
+from fedvlm.data.federation import Federation, partition_of
+from fedvlm.data.pool import Pool, Pools, outline
+from fedvlm.data.wording import doubtful_names
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.folder import folder_name
 from fedvlm.machine import runs_home
 from fedvlm.method import Method
+from fedvlm.train import device_of, prepare
 
 LEAVE_ONE_OUT = "leave-one-domain-out"
 
@@ -68,6 +71,51 @@ def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
     return [setup.with_(unseen=t, seed=s, seeds=()) for t in targets for s in (config.seeds or (config.seed,))]
 
 
+def sketch(setup: Setup, pools: Pools) -> Pool:
+    """The data without features, after every check that needs no encoding; says how the data were understood."""
+    found = outline(setup, pools.source(setup))
+    notes = dict.fromkeys(found.source.notes, console.note)
+    if found.task.text is not None and found.source.embeddings is None:
+        notes |= {doubt: console.warn for doubt in (doubtful_names(found.task.classes),) if doubt}
+    for text, say in notes.items():
+        if text not in pools.said:
+            pools.said.add(text)
+            say(f"data={found.source.name}: {text}")
+    for text in found.notes:
+        if text not in pools.said:
+            pools.said.add(text)
+            console.note(text)
+    check(setup, found)
+    return found
+
+
+def check(setup: Setup, sketch: Pool) -> None:
+    """An error for everything that can be refused before images are encoded. `sketch`: see `pool.outline`."""
+    device_of(setup)
+    check_partition_keys(setup, sketch)
+    # differential privacy is tried on examples, later
+    plain = {"dp": "none", "epsilon": 0.0, "delta": 0.0, "noise_multiplier": 0.0, "clip_quantile": 0.0}
+    first = single_runs(setup, sketch)[0].with_(**plain, noise_at="server")
+    prepare(first, replace(sketch, x=torch.zeros(len(sketch.x), 0)))
+
+
+def check_partition_keys(setup: Setup, sketch: Pool) -> None:
+    """An error where the user gave a key that the partition does not use."""
+    config = setup.config
+    kind = partition_of(config, sketch.source.items)
+    used = {"clients": kind not in ("client", "domain", "pooled"), "alpha": "dirichlet" in kind}
+    used |= {"per_client": kind in ("pathological", "disjoint")}
+    for key, does in used.items():
+        if does or setup.origins.get(f"run.{key}") != COMMAND_LINE:
+            continue
+        why = {"client": "the data name their clients", "domain": "each domain of the data is one client"}.get(kind, "")
+        other = "domain-dirichlet" if key == "alpha" else "domain-iid" if key == "clients" else "pathological"
+        raise FedvlmError(
+            f"{key}={getattr(config, key)} has no effect with partition={kind}{f' ({why})' if why else ''}; leave it out, "
+            f"or give another partition=, such as {other}"
+        )
+
+
 def place(setup: Setup, pool: Pool) -> Path:
     """Where a run's folder goes when it has no name of its own."""
     root = Path(setup.config.out) if setup.config.out else runs_home()
@@ -87,6 +135,7 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     state = method.init(len(federation.names))
     message = state.message()
     ready = method.for_message(message)
+    torch.set_num_threads(max(1, setup.config.threads))  # as in training
     took = []
     for _ in range(2):  # the first time warms up
         began = time.perf_counter()

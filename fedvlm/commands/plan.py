@@ -6,27 +6,34 @@ from collections.abc import Iterable
 
 from fedvlm import console, planning, train
 from fedvlm.config import Setup
-from fedvlm.data.federation import Federation, table
-from fedvlm.data.pool import Pool
+from fedvlm.data.federation import Federation, partition_of, table
+from fedvlm.data.sample import Sampled
 from fedvlm.method import Method
 from fedvlm.privacy.plan import recorded
+from fedvlm.units import duration, size
 
 MOST_ROWS, MOST_CLASSES = 40, 12
 
 
-def show_plan(setup: Setup, pool: Pool) -> None:
-    jobs = planning.single_runs(setup, pool)
+def show_plan(setup: Setup, found: Sampled) -> None:
+    jobs = planning.single_runs(setup, found.pool)
     setup = jobs[0]
-    method, federation = train.prepare(setup, pool)
+    method, federation = train.prepare(setup, found.pool)
     show_clients(federation)
+    kind = partition_of(setup.config, found.pool.source.items)
+    chosen = " (chosen for this data)" if setup.config.partition == "auto" else ""
+    console.out.print(
+        f"partition={kind}{chosen}: {len(federation.names)} clients, {len(federation.task.classes)} classes"
+    )
+    show_encoding(found)
     if federation.task.novel:
         show_novel(setup, method, federation)
     cost = planning.estimate(method, federation, setup)
     total = cost.seconds * setup.config.rounds * len(jobs)
     console.out.print(
         f"{len(jobs)} run{'s' * (len(jobs) > 1)} × {setup.config.rounds} rounds; a round asks {cost.asked} clients: "
-        f"{cost.down / 1e6:.3g} MB down, {cost.up / 1e6:.3g} MB up, about {cost.seconds:.2g} s "
-        f"({total:.2g} s in all, one after the other)"
+        f"{size(cost.down)} down, {size(cost.up)} up, about {duration(cost.seconds)} "
+        f"({duration(total)} in all, one after the other)"
     )
     if method.privacy:
         line = recorded(method.privacy, setup.config.rounds).line
@@ -38,6 +45,17 @@ def show_plan(setup: Setup, pool: Pool) -> None:
         f"private to each client: {listed(method.newcomer) or 'nothing'}; "
         f"goes up: {', '.join([listed(method.initial), *method.uploads])}{reveals}",
         markup=False,
+    )
+
+
+def show_encoding(found: Sampled) -> None:
+    sample = found.sample
+    if sample is None:
+        return
+    seconds = sample.seconds * found.images * (1 - sample.stored)
+    stored = f"; {100 * sample.stored:.0f} % are stored already" if sample.stored else ""
+    console.out.print(
+        f"encoding {found.images:,} images: about {duration(seconds)} ({sample.tried} were tried{stored})", markup=False
     )
 
 

@@ -1,19 +1,16 @@
-"""CoOp's split files (Zhou et al., 2022): split_zhou_NAME.json with train, val and test, lists of [path, label, class].
+"""CoOp's split files (see `data/splits.py`), as a folder of class/image for other programs; `split=FILE` takes such a file
+as it is, and keeps its split.
 
-The class's name in the file is the one that prompts use. Images are copied to OUT/class/SPLIT-number.ending; the official
-split itself is not kept, as fedvlm splits by seed (docs/protocols.md), so that numbers differ from those on the official
-test images by the draw. `only=test` copies one part of it."""
+Images are copied to OUT/class/SPLIT-number.ending. `only=test` copies one part."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
+from fedvlm.data.splits import PARTS, image_in, image_root, read_split_file
 from fedvlm.errors import FedvlmError
 from fedvlm.names import file_name
-
-PARTS = ("train", "val", "test")
 
 
 def convert(source: Path, out: Path, images: str = "", only: str = "") -> str:
@@ -21,28 +18,13 @@ def convert(source: Path, out: Path, images: str = "", only: str = "") -> str:
     `images` and the file's own folder in which the first image lies."""
     if only not in ("", *PARTS):
         raise FedvlmError(f"only={only}: there is {', '.join(PARTS)}")
-    try:
-        split = json.loads(source.read_text(encoding="utf-8"))
-        entries = [(p, k, str(e[0]), str(e[2])) for p in PARTS if only in ("", p) for k, e in enumerate(split[p])]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise FedvlmError(f"{source}: not a split file of CoOp ({error}); it has train, val and test") from None
+    entries = [e for e in read_split_file(source) if only in ("", e.part)]
     if not entries:
         raise FedvlmError(f"{source}: no images in it")
-    root = _root(source, images, entries[0][2])
-    for part, number, path, label in entries:
-        found = (root / path).resolve()
-        if not found.is_relative_to(root.resolve()) or not found.is_file():
-            raise FedvlmError(
-                f"{root / path}: no such image; give images=FOLDER, which paths in {source.name} start from"
-            )
-        folder = out / file_name(label)
+    root = Path(images).expanduser() if images else image_root(source.parent, entries[0].path)
+    for entry in entries:
+        found = image_in(root, entry, source, "images")
+        folder = out / file_name(entry.label)
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(found, folder / f"{part}-{number}{found.suffix}")
-    return f"{len(entries)} images of {len({label for *_, label in entries})} classes"
-
-
-def _root(source: Path, images: str, first: str) -> Path:
-    if images:
-        return Path(images).expanduser()
-    choices = [source.parent, *sorted(p for p in source.parent.iterdir() if p.is_dir())]
-    return next((c for c in choices if (c / first).is_file()), source.parent)
+        shutil.copyfile(found, folder / f"{entry.part}-{entry.number}{found.suffix}")
+    return f"{len(entries)} images of {len({e.label for e in entries})} classes"

@@ -1,5 +1,6 @@
 """The fifteen common corruptions (Hendrycks and Dietterich 2019) at severities 1 to 5: noise, blur, weather and
-compression, for the accuracy on corrupted images (CACC).
+compression, for the accuracy on corrupted images (CACC); and their four further ones (FURTHER), which are used by name
+only (`fedvlm evaluate RUN corrupt=saturate`), so that corrupt=N stays what it was.
 
 A reimplementation with numpy and Pillow. The strengths are those published for ImageNet-C, at 224 pixels. Lengths (blur
 radii, shifts, flake sizes, distortions) are scaled by the image's short side/224, so that a model that resizes its
@@ -35,8 +36,8 @@ SIDE = 224  # image size for which the strengths are given
 def corrupt(image: Image.Image, kind: str, severity: int, seed: int) -> Image.Image:
     """The corrupted image: the same bytes for the same image, kind, severity and seed. Give each image its own seed;
     all severities use the same random numbers, so that a higher one is a stronger version of a lower one."""
-    if kind not in KINDS:
-        raise FedvlmError(f"kind={kind}: no such corruption; {nearest(kind, KINDS)}")
+    if kind not in NAMES:
+        raise FedvlmError(f"kind={kind}: no such corruption; {nearest(kind, NAMES)}")
     if severity not in range(1, 6):
         raise FedvlmError(f"severity={severity}: no such severity; {nearest(str(severity), '12345')}")
     if image.mode != "RGB":
@@ -45,7 +46,8 @@ def corrupt(image: Image.Image, kind: str, severity: int, seed: int) -> Image.Im
         )
     pixels = np.asarray(image, dtype=np.float32) / 255
     scale = min(image.size) / SIDE
-    return _image(CORRUPTIONS[kind](pixels, int(severity), scale, numpy_generator(seed, KINDS.index(kind))))
+    made = (CORRUPTIONS | FURTHER)[kind]
+    return _image(made(pixels, int(severity), scale, numpy_generator(seed, NAMES.index(kind))))
 
 
 def _image(pixels: Pixels) -> Image.Image:
@@ -167,6 +169,29 @@ def jpeg_compression(x: Pixels, quality: int, scale: float, draw: Draw) -> Pixel
     return np.asarray(Image.open(file), dtype=np.float32) / 255
 
 
+def speckle_noise(x: Pixels, deviation: float, scale: float, draw: Draw) -> Pixels:
+    return x + x * deviation * draw.standard_normal(x.shape, np.float32)
+
+
+def gaussian_blur(x: Pixels, deviation: float, scale: float, draw: Draw) -> Pixels:
+    return np.asarray(_image(x).filter(ImageFilter.GaussianBlur(deviation * scale)), dtype=np.float32) / 255
+
+
+def spatter(x: Pixels, strength: tuple[float, float], scale: float, draw: Draw) -> Pixels:
+    """Drops of mud: lumps of smooth noise cover a share of the image, in a dark brown."""
+    cover, opacity = strength
+    lumps = _noise(x.shape[:2], max(1, 12 * scale), draw) + 0.3 * _noise(x.shape[:2], max(1, 4 * scale), draw)
+    drops: Pixels = opacity * (lumps > np.quantile(lumps, 1 - cover)).astype(np.float32)[..., None]
+    return (1 - drops) * x + drops * np.array([0.25, 0.16, 0.08], dtype=np.float32)
+
+
+def saturate(x: Pixels, factor: float, scale: float, draw: Draw) -> Pixels:
+    """In HSV space: the distance of each channel from the largest, times the factor."""
+    value: Pixels = x.max(-1, keepdims=True)
+    stretched: Pixels = value - factor * (value - x)
+    return stretched.clip(0, 1)
+
+
 def _noise(shape: tuple[int, ...], size: float, draw: Draw) -> Pixels:
     """Smooth noise [height, width]: normal values at grid points `size` pixels apart, interpolated between them (where
     the standard deviation is smaller, about 0.7 on average)."""
@@ -257,3 +282,10 @@ CORRUPTIONS: dict[str, Corruption] = {
     "jpeg_compression": _severities(jpeg_compression, 25, 18, 15, 10, 7),
 }
 KINDS: tuple[str, ...] = tuple(CORRUPTIONS)
+FURTHER: dict[str, Corruption] = {  # by name only; spatter and saturate have our own strengths
+    "speckle_noise": _severities(speckle_noise, 0.15, 0.2, 0.35, 0.45, 0.6),
+    "gaussian_blur": _severities(gaussian_blur, 1, 2, 3, 4, 6),
+    "spatter": _severities(spatter, (0.08, 0.6), (0.14, 0.7), (0.2, 0.8), (0.28, 0.9), (0.36, 1)),
+    "saturate": _severities(saturate, 1.5, 2.0, 3.0, 5.0, 10.0),
+}
+NAMES: tuple[str, ...] = (*KINDS, *FURTHER)

@@ -13,8 +13,9 @@ from fedvlm.adapters.base import Task
 from fedvlm.config import OPEN, Layout
 from fedvlm.core import SPLITS, Data, Extra
 from fedvlm.data import partition
+from fedvlm.data.centre import centred
 from fedvlm.data.pool import Pool
-from fedvlm.data.source import NO_DOMAIN
+from fedvlm.data.source import NO_DOMAIN, Item
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.seeds import key
 from fedvlm.tasks import NEXT_CHARACTER
@@ -54,9 +55,9 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
         raise FedvlmError(f"split={layout.split} must be three shares, train above 0, such as 60,20,20")
     by_domain = pool.source.task_type is NEXT_CHARACTER  # a block of text holds many characters
     strata = domains if by_domain else [i.label for i in items]
-    part = partition.split(strata, domains, [i.group for i in items], seed, layout.split)
+    part = split_of(items, strata, domains, seed, layout)
     base = np.flatnonzero(y < len(pool.task.classes))  # nobody holds examples of novel classes
-    owner, names, homes = _owners(layout, y[base], part[base], [domains[i] for i in base], seed)
+    owner, names, homes = _owners(layout, y[base], part[base], [items[i] for i in base], seed)
     if layout.score == "domain" and not set(homes) <= set(domains):
         raise FedvlmError(
             "score=domain: these clients are of no single domain; use partition=domain-dirichlet or score=all"
@@ -86,7 +87,19 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     if not len(federation.seen):
         raise FedvlmError("nobody is left to train: every client is held out or has no training image")
     federation = with_shared_tests(federation, layout)
+    if layout.centre == "own":
+        federation = replace(federation, data=centred(federation.data))
     return _pooled(federation) if layout.partition == "pooled" else federation
+
+
+def split_of(
+    items: Sequence[Item], strata: Sequence[str], domains: Sequence[str], seed: int, layout: Layout, first: int = 0
+) -> np.ndarray:
+    """The split of each item: as the data say, or else drawn."""
+    groups = [i.group for i in items]
+    if any(i.split for i in items[:1]):
+        return partition.given_split([i.split for i in items], strata, domains, groups, seed, layout.split, first)
+    return partition.split(strata, domains, groups, seed, layout.split, first)
 
 
 def with_shared_tests(federation: Federation, layout: Layout) -> Federation:
@@ -123,7 +136,7 @@ def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], plac
     by_site = pool.source.task_type is NEXT_CHARACTER
     strata = [NO_DOMAIN] * len(items) if by_site else [i.label for i in items]
     before = place * (1 if by_site else len(classes))
-    part = partition.split(strata, [""] * len(items), [i.group for i in items], seed, layout.split, before)
+    part = split_of(items, strata, [""] * len(items), seed, layout, before)
     keep = partition.few_shot(y, np.zeros(len(y), np.int64), part, layout.shots, seed)
     order = np.lexsort((np.arange(len(y)), part))
     order = order[keep[order]]
@@ -132,7 +145,8 @@ def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], plac
     answers = torch.from_numpy(y) if pool.y is None else pool.y
     extras = {k: e._replace(x=e.x[rows]) if e.aligned else e for k, e in pool.extras.items()}
     bounds = np.concatenate([[0], np.cumsum(sizes)])[None]
-    return Data(pool.x[rows], answers[rows], bounds, np.array([place]), seed, extras=extras)
+    data = Data(pool.x[rows], answers[rows], bounds, np.array([place]), seed, extras=extras)
+    return centred(data) if layout.centre == "own" else data
 
 
 def _base_and_novel(pool: Pool, y: np.ndarray, part: np.ndarray) -> dict[str, Extra]:
@@ -170,17 +184,28 @@ def _pooled(federation: Federation) -> Federation:
     )
 
 
-def _owners(
-    layout: Layout, y: np.ndarray, part: np.ndarray, domains: list[str], seed: int
-) -> tuple[np.ndarray, list[str], list[str]]:
-    """The owner of each item, the clients' names, and their domains."""
-    known = sorted(set(domains))
-    has_domains = known != [NO_DOMAIN]
-    kind = layout.partition if layout.partition != "auto" else ("domain" if has_domains else "dirichlet")
+def partition_of(layout: Layout, items: Sequence[Item]) -> str:
+    """What partition=auto is for these items: their clients where they name these, else their domains, else dirichlet."""
+    has_domains = {i.domain for i in items} != {NO_DOMAIN}
+    auto = "client" if all(i.client for i in items) else "domain" if has_domains else "dirichlet"
+    kind = layout.partition if layout.partition != "auto" else auto
     if kind.startswith("domain") and not has_domains:
         raise FedvlmError(
             f"partition={kind} needs domain/class/image, and this data has no domains; use partition=dirichlet"
         )
+    if kind == "client" and auto != "client":
+        raise FedvlmError(
+            "partition=client needs a table with a column client, and this data names none; use partition=auto"
+        )
+    return kind
+
+
+def _owners(
+    layout: Layout, y: np.ndarray, part: np.ndarray, items: Sequence[Item], seed: int
+) -> tuple[np.ndarray, list[str], list[str]]:
+    """The owner of each item, the clients' names, and their domains."""
+    known = sorted({i.domain for i in items})
+    kind = partition_of(layout, items)
     if kind == "disjoint" and layout.per_client:
         raise FedvlmError(
             f"per_client={layout.per_client}: partition=disjoint deals each class to one client; classes overlap with "
@@ -188,7 +213,12 @@ def _owners(
         )
     if layout.clients < 1:
         raise FedvlmError(f"clients={layout.clients} must be at least 1")
-    place = np.array([known.index(d) for d in domains])
+    if kind == "client":
+        homes = {i.client: i.domain for i in items}
+        clients = {name: k for k, name in enumerate(sorted(homes))}
+        return np.array([clients[i.client] for i in items]), list(clients), [homes[name] for name in clients]
+    position = {domain: k for k, domain in enumerate(known)}
+    place = np.array([position[i.domain] for i in items])
     if kind in ("domain", "pooled"):
         return place, known, known
     if kind in ("domain-iid", "domain-dirichlet"):

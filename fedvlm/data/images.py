@@ -1,4 +1,4 @@
-"""Image files of any origin: the one decoder of the client and of the encode server.
+"""Image files of any origin: the one decoder of the client and of the encode server (which takes no DICOM).
 
 Whatever is wrong with a file is a `BadImage` with the reason. Only regular files are opened, only FORMATS are decoded, and
 bytes, pixels and sides are bounded before a pixel is decoded. Within these bounds images are decoded in full and never
@@ -18,10 +18,13 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
+
+from fedvlm.data.dicom import is_dicom, picture
 
 BYTES = 256 << 20  # of a file; an uncompressed RGBA image of PIXELS has fewer
 PIXELS = 64_000_000  # of an image, and of the images that are in memory together for an encoder
@@ -29,6 +32,8 @@ RATIO = 100  # of the longer side to the shorter: encoders enlarge the shorter s
 SCANS = 100  # of a JPEG, where ten are usual: 100 bytes of file are a scan, and each passes over all pixels
 SCAN = re.compile(rb"\xff\xda\0[\x08\x0a\x0c\x0e][\1-\4]")  # the start of one: marker, length, number of components
 BLOCK = 4096  # bytes read at a time from a zip, where these can unpack to a hundred megabytes
+ORIENTATION = 0x0112  # EXIF's tag
+EXIF = re.compile(rb"Exif\0\0|eXIf|EXIF")  # as JPEG, PNG and WebP mark it
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 _filters = threading.Lock()  # `catch_warnings` sets and restores the filters of the whole process
@@ -72,10 +77,10 @@ def read_file(path: Path) -> bytes:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise BadImage("cannot be read: not a regular file")
-        _check_length(found.st_size)
+        check_length(found.st_size)
         with open(path, "rb", opener=_open_without_waiting) as file:
             data = file.read(BYTES + 1)  # it may have grown
-        _check_length(len(data))
+        check_length(len(data))
         return data
 
 
@@ -85,7 +90,7 @@ def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
         info = archive.getinfo(name)
         if info.flag_bits & 1:
             raise BadImage("cannot be read from the zip: encrypted")
-        _check_length(info.file_size)
+        check_length(info.file_size)
         data = bytearray()
         with archive.open(info) as member:
             while block := member.read(BLOCK):  # never more than it says
@@ -98,7 +103,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _check_length(length: int) -> None:
+def check_length(length: int) -> None:
     if length > BYTES:
         raise TooLarge(f"{length:,} bytes, more than {BYTES:,}")
 
@@ -146,14 +151,51 @@ def load(image: Image.Image) -> None:
 
 
 def decode(data: bytes) -> Image.Image:
-    """An RGB image on white."""
+    """An RGB image on white, upright as its EXIF data say."""
+    if is_dicom(data):
+        with bad_image("not a readable DICOM file"):
+            return _dicom(data)
     image = opened(data)
     with bad_image("not a readable image"):
         if image.mode == "F":
             raise BadImage("floating-point pixels, for which no black and white level is defined; save it with 8 bits")
+        image.load()  # before its EXIF data: reading a PNG's decodes it, and hides what is wrong with it
         if image.mode.startswith("I"):  # 16-bit greyscale; Pillow's own conversion clips everything above 255 to white
-            image = image.convert("I").point(lambda grey: grey * (1 / 257) + 0.5).convert("L")
+            image = _upright(image).convert("I")
+            low, high = cast(tuple[float, float], image.getextrema())
+            if low < 0 or high > 65535:
+                raise BadImage("32-bit pixels, for which no white level is defined; save it with 8 or 16 bits")
+            return image.point(lambda grey: grey * (1 / 257) + 0.5).convert("L").convert("RGB")
+        image = _upright(image)
         if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
         return image.convert("RGB")
+
+
+def _dicom(data: bytes) -> Image.Image:
+    try:
+        image = picture(data, PIXELS).convert("RGB")
+    except ValueError as error:
+        raise BadImage(str(error)) from error
+    _check_size(image, data)
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as the camera was held. A malformed EXIF block is ignored: the picture is there without it."""
+    try:
+        turned = image.getexif().get(ORIENTATION, 1) in range(2, 9)
+    except Exception:  # of untrusted bytes, in any way
+        return image
+    return ImageOps.exif_transpose(image) if turned else image
+
+
+def is_turned(data: bytes) -> bool:
+    """Whether `decode` turns this image; cheap for files without EXIF data."""
+    if EXIF.search(data) is None:
+        return False
+    try:
+        return opened(data).getexif().get(ORIENTATION, 1) in range(2, 9)
+    except Exception:
+        return False

@@ -3,11 +3,12 @@ sizes, and need no resampling."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from fedvlm.core import FedvlmError
+from fedvlm.core import SPLITS, FedvlmError
 from fedvlm.seeds import numpy_generator
 
 
@@ -24,22 +25,26 @@ def split(
     domains: Sequence[str],
     groups: Sequence[str],
     seed: int,
-    shares: Sequence[float],
+    shares: Sequence[float] | np.ndarray,
     first: int = 0,
 ) -> np.ndarray:
     """The split of each item: 0 train, 1 val, 2 test. `first`: the number of strata before these, at other sites.
 
     Without groups the split is stratified by domain and class. With groups it is stratified by class only, and the items
-    of one group and class, in all domains, are in one split. Every stratum has something in train.
+    of one group, in all domains and classes, are in one split; a group of several classes counts as its most frequent
+    one. Every stratum has something in train.
     """
     parts = np.zeros(len(labels), np.int64)
     strata: dict[str | tuple[str, ...], list[list[int]]] = {}  # stratum → units, each a list of items kept together
     if any(groups):
-        units: dict[tuple[str, ...], list[int]] = {}
-        for i, (label, group) in enumerate(zip(labels, groups, strict=True)):
-            units.setdefault((label, group) if group else (label, "", str(i)), []).append(i)
-        for (label, *_), members in sorted(units.items()):
-            strata.setdefault(label, []).append(members)
+        members: dict[str, list[int]] = {}
+        for i, group in enumerate(groups):
+            if group:
+                members.setdefault(group, []).append(i)
+        units = {(most_frequent([labels[i] for i in m]), g): m for g, m in members.items()}
+        alone = {(labels[i], "", str(i)): [i] for i, group in enumerate(groups) if not group}
+        for (label, *_), together in sorted((units | alone).items()):
+            strata.setdefault(label, []).append(together)
     else:
         for i, stratum in enumerate(zip(domains, labels, strict=True)):
             strata.setdefault(stratum, []).append([i])
@@ -52,6 +57,31 @@ def split(
         for part, chosen in enumerate(np.split(order, np.cumsum(counts)[:-1])):
             for unit in chosen:
                 parts[members_of[unit]] = part
+    return parts
+
+
+def most_frequent(labels: Sequence[str]) -> str:
+    """The first by name of those that are equally frequent."""
+    return min(Counter(labels).items(), key=lambda found: (-found[1], found[0]))[0]
+
+
+def given_split(
+    given: Sequence[str],
+    labels: Sequence[str],
+    domains: Sequence[str],
+    groups: Sequence[str],
+    seed: int,
+    shares: Sequence[float],
+    first: int = 0,
+) -> np.ndarray:
+    """The split of each item where the data come with one; of val and test, what the data do not have is drawn from their
+    train items, in the proportions of `shares`."""
+    parts = np.array([SPLITS.index(name) for name in given], np.int64)
+    drawn = [part == 0 or not (parts == part).any() for part in range(len(SPLITS))]
+    rows = np.flatnonzero(parts == 0)
+    if any(drawn[1:]) and len(rows):
+        label, domain, group = ([column[i] for i in rows.tolist()] for column in (labels, domains, groups))
+        parts[rows] = split(label, domain, group, seed, np.where(drawn, shares, 0), first)
     return parts
 
 

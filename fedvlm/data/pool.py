@@ -13,16 +13,19 @@ from torch.nn import functional as F
 
 from fedvlm import backbones, parts
 from fedvlm.adapters.base import Adapter, NeedsNouns, Task
-from fedvlm.backbones.base import RAW, Backbone, tower_of
+from fedvlm.backbones.base import RAW, Backbone, offered, tower_of, view_format
+from fedvlm.backbones.layouts import check_adapter, notes_on
 from fedvlm.backbones.text import TextTower
 from fedvlm.config import OPEN, Config, Setup
 from fedvlm.core import Extra
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.nouns import farthest_nouns, nouns
-from fedvlm.data.source import Source, digest, keep_classes, keep_domains, open_outsiders, open_source
-from fedvlm.data.store import Progress, features, fingerprint, text_embeddings, text_embeddings_by
+from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
+from fedvlm.data.store import Progress, features, fingerprint, text_embeddings_by
 from fedvlm.data.text import ALPHABET
+from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
+from fedvlm.listed import templates_of
 from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 
 MAX_NOUNS = 1000  # names for outsiders that are kept
@@ -39,6 +42,8 @@ class Pool:
     skipped: dict[str, str] = field(default_factory=dict)  # file → why it was left out
     y: Tensor | None = None  # labels where they are not the source's classes: masks
     extras: dict[str, Extra] = field(default_factory=dict)  # further examples to evaluate on
+    view: str = ""  # of the images, as the adapter gets them; "": not of a backbone
+    notes: tuple[str, ...] = ()  # what a user should know of the backbone
 
 
 class Pools:
@@ -46,32 +51,54 @@ class Pools:
 
     def __init__(self) -> None:
         self.made: dict[Key, Pool] = {}
+        self.sources: dict[Key, Source] = {}
+        self.said: set[str] = set()  # what the user was told about the data
+
+    def source(self, setup: Setup) -> Source:
+        """The data, before anything is encoded."""
+        key = source_key(setup.config)
+        if key not in self.sources:
+            self.sources[key] = open_data(setup)
+        check_task(setup, self.sources[key].task_type)
+        return self.sources[key]
 
     def load(self, setup: Setup, progress: Progress | None = None) -> Pool:
         key = key_of(setup.config, setup.adapter)
         if key not in self.made:
-            self.made[key] = assemble(setup, progress)
+            self.made[key] = assemble(setup, progress, self.source(setup))
         return self.made[key]
 
 
 def key_of(config: Config, adapter: Adapter) -> Key:
     """Everything that a pool depends on."""
     backbone = "" if adapter.view == "text" else config.backbone
-    kept = (config.domains, config.domains and config.unseen, config.classes)
-    source = (config.data, config.group, kept, config.stride, config.broken, config.template)
     candidates = adapter.candidates if isinstance(adapter, NeedsNouns) else None
-    more = (config.outsiders, config.corrupt, candidates, config.protocol == OPEN)
-    return (*source, *more, backbone, adapter.view, adapter.requires)
+    more = (config.broken, config.template, config.outsiders, config.corrupt, candidates, config.protocol == OPEN)
+    return (*source_key(config), *more, backbone, adapter.view, adapter.requires)
 
 
-def assemble(setup: Setup, progress: Progress | None = None) -> Pool:
+def source_key(config: Config) -> Key:
+    kept = (config.domains, config.domains and config.unseen, config.classes)
+    return (config.data, config.group, *kept, config.stride, config.split_file, config.names)
+
+
+def open_data(setup: Setup) -> Source:
+    """The data of a setup, reduced to the domains and classes that are asked for."""
+    config = setup.config
+    how = (config.group, config.domains, config.stride, config.unseen, config.split_file, config.names)
+    source = open_source(config.data, *how)
+    check_task(setup, source.task_type)
+    if source.tokens is not None:
+        return source
+    return keep_classes(keep_domains(source, config.domains, config.unseen), config.classes)
+
+
+def assemble(setup: Setup, progress: Progress | None = None, source: Source | None = None) -> Pool:
     """Opens the data, encodes what the store does not hold, and adds what the run evaluates on."""
     config, adapter = setup.config, setup.adapter
-    source = open_source(config.data, config.group, config.domains, config.stride, config.unseen)
-    check_task(setup, source.task_type)
+    source = source or open_data(setup)
     if adapter.view == "text":
         return text_pool(source)
-    source = keep_classes(keep_domains(source, config.domains, config.unseen), config.classes)
     if source.embeddings is not None:
         return check_embeddings(setup, embedding_pool(source, adapter.view))
     backbone, view = backbones.load(config.backbone), adapter.view
@@ -85,6 +112,26 @@ def assemble(setup: Setup, progress: Progress | None = None) -> Pool:
     if config.corrupt:
         pool = with_corruptions(pool, config.corrupt, backbone, view, progress)
     return pool
+
+
+def outline(setup: Setup, source: Source) -> Pool:
+    """The pool without its features, which are zeros that take no memory: for checks before anything is encoded. Names for
+    outsiders are any nouns."""
+    config, adapter = setup.config, setup.adapter
+    if adapter.view == "text":
+        return text_pool(source)
+    if source.embeddings is not None:
+        return check_embeddings(setup, embedding_pool(source, adapter.view))
+    backbone = backbones.load(config.backbone)
+    check_adapter(setup.parts["adapter"].name, adapter, backbone)
+    shape = view_format(backbone, adapter.view).shape
+    task = task_of(backbone, source.classes, config.template, adapter.requires)
+    if isinstance(adapter, NeedsNouns):
+        task = task._replace(nouns=tuple(nouns()[:MAX_NOUNS]))
+    x = torch.zeros(()).expand(len(source.items), *shape)
+    notes = tuple(notes_on(backbone, adapter, config.data != "emoji"))
+    pool = Pool(source, x, task, "", f"{backbone.name}@{backbone.fingerprint}", notes=notes)
+    return with_novel_classes(pool) if config.protocol == OPEN else pool
 
 
 def check_task(setup: Setup, task_type: TaskType) -> None:
@@ -132,16 +179,25 @@ def image_pool(
         )
     task = task_of(backbone, source.classes, template, requires)
     used = [k[j] for j in good for k in (keys, mask_keys) if k]
-    mark = fingerprint(used, [f"{i.domain}/{i.label}" for i in source.items])
+    mark = fingerprint(used, [described(i, source.tabular) for i in source.items])
     named = f"{backbone.name}@{backbone.fingerprint}"
-    return Pool(source, x[good], task, mark, named, skipped, None if y is None else y[good])
+    return Pool(
+        source, x[good], task, mark, named, skipped, None if y is None else y[good], view=offered(backbone, view)
+    )
+
+
+def described(item: Item, tabular: bool) -> str:
+    """What a data set's fingerprint says of an item beside its content. Groups are part of it where the data may name
+    them: those of group= are in the run's settings."""
+    own = (item.split, item.client, item.group) if tabular else (item.split,) if item.split else ()
+    return "/".join((item.domain, item.label, *own))
 
 
 def task_of(backbone: Backbone, classes: Sequence[str], template: str, requires: str = "") -> Task:
     """These classes, as the backbone sees their names."""
+    tower, text = tower_of(backbone, requires), class_embeddings(backbone, template, classes)
     phrases = class_phrases(template, classes)
-    text = text_embeddings(backbone, list(phrases)) if backbone.dim else None
-    return Task(tuple(classes), text, backbone.dim, backbone.scale, tower_of(backbone, requires), phrases=phrases)
+    return Task(tuple(classes), text, backbone.dim, backbone.scale, tower, phrases=phrases)
 
 
 def misfits(source: Source, broken: str) -> dict[str, str]:
@@ -156,12 +212,6 @@ def misfits(source: Source, broken: str) -> dict[str, str]:
     for path, why in found.items() if broken == "refuse" else ():
         raise FedvlmError(f"{path}: {why}; repair or remove it, or give broken=skip")
     return found
-
-
-def class_phrases(template: str, classes: Sequence[str]) -> tuple[str, ...]:
-    if "{}" not in template:
-        raise FedvlmError(f"template='{template}' must hold {{}} where the class name goes")
-    return tuple(template.replace("{}", name.replace("_", " ").lower()) for name in classes)
 
 
 def text_pool(source: Source) -> Pool:
@@ -228,6 +278,7 @@ def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, p
 
 def _encode_names(tower: TextTower, template: str, names: list[str]) -> Tensor:
     """Embeddings of phrases; the words before the name are encoded once for all, which takes a third of the time."""
+    template = templates_of(template)[0]
     before, after = template.split("{}", 1)
     context = tower.phrase(before.strip())[None, None]
     with torch.no_grad():

@@ -1,22 +1,20 @@
 """Data sources: the list of examples, each with its domain and class, and their bytes.
 
-A source is a folder (or zip) of `domain/class/image`, of `class/image`, or of `site/image/…` with `site/mask/…`; a .jsonl
-file of texts and who said them; or the embedded emoji.
+A source is a folder or zip of images (`folders.py`), a table of them (`manifest.py`), webdataset shards (`shards.py`), a
+Hugging Face dataset on disk (`arrow.py`); a .jsonl file of texts and who said them; or the embedded emoji.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import zipfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,12 +22,13 @@ from torch import Tensor
 from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
+from fedvlm.tasks import CLASSIFICATION, TaskType
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
-IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+DICOM = (".dcm", ".dicom")
+IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", *DICOM}
+Form = Literal["files", "shards", "arrow"]  # files: in a folder or a zip
 NO_DOMAIN = "all"  # the domain of every item where the folders name none
-MAX_DEPTH = 4  # levels of folders that are searched; bounds the search where a symbolic link forms a cycle
 NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python reads bytes in names that are not UTF-8
 MAX_ITEMS = 20_000_000  # examples, or names in a folder: more take tens of gigabytes, and were hardly meant
 
@@ -40,6 +39,8 @@ class Item:
     domain: str
     label: str
     group: str  # items of one group are kept in the same split; "": the item is a group by itself
+    split: str = ""  # train, val or test, where the data come with a split: then every item has one
+    client: str = ""  # who holds it, where the data say so: then every item has one
 
 
 class Embeddings(NamedTuple):
@@ -59,6 +60,9 @@ class Source:
     masks: tuple[Item, ...] = ()  # segmentation: the mask of each item, in the same order
     tokens: np.ndarray | None = None  # text: the input characters of each item, [items, characters]
     embeddings: Embeddings | None = None  # of each item, where the user computed them
+    form: Form = "files"  # how the bytes are read
+    notes: tuple[str, ...] = ()  # what the user is told about how the data were understood
+    tabular: bool = False  # described by a table, shards or a dataset, which may also name groups
 
     @property
     def domains(self) -> list[str]:
@@ -68,39 +72,87 @@ class Source:
     def classes(self) -> list[str]:
         return sorted({i.label for i in self.items})
 
+    @property
+    def has_split(self) -> bool:
+        """Whether the data come with their split."""
+        return any(i.split for i in self.items[:1])
+
     def read(self) -> Iterator[tuple[int, bytes]]:
         """The index and the bytes of every file, in order; `Unreadable` where a file cannot be read."""
-        with nullcontext() if self.root.is_dir() else _open_zip(self.root) as archive:
+        with self._reader() as read:
             for index, item in enumerate(self.items):
                 try:
-                    data = read_member(archive, item.path) if archive else read_file(self.root / item.path)
+                    data = read(item.path)
                 except BadImage as error:
                     existing(str(self.root), "data", "it was removed while it was read")
                     data = Unreadable(str(error))
                 yield index, data
 
+    def _reader(self) -> AbstractContextManager[Callable[[str], bytes]]:
+        """The function from an item's path to its bytes."""
+        if self.form == "shards":
+            from fedvlm.data.shards import shard_reader
 
-def open_source(name: str, group: str = "", domains: int = 0, stride: int = 8, keep: Sequence[str] = ()) -> Source:
+            return shard_reader(self.root)
+        if self.form == "arrow":
+            from fedvlm.data.arrow import arrow_reader
+
+            return arrow_reader(self.root)
+        return _file_reader(self.root)
+
+
+@contextmanager
+def _file_reader(root: Path) -> Iterator[Callable[[str], bytes]]:
+    with nullcontext() if root.is_dir() else open_zip(root) as archive:
+        yield lambda path: read_member(archive, path) if archive else read_file(root / path)
+
+
+def open_source(
+    name: str,
+    group: str = "",
+    domains: int = 0,
+    stride: int = 8,
+    keep: Sequence[str] = (),
+    split_file: str = "",
+    names: str = "",
+) -> Source:
     """Opens `emoji` or a path. The depth of the folders decides whether there are domains.
 
-    `group` is a regular expression for file names (see `_group`). `domains`, `stride` and `keep` (see `sample_domains`)
-    apply to text only; images are all listed (`keep_domains` reduces them).
+    `group` is a regular expression for file names (see `group_of`). `domains`, `stride` and `keep` (see `sample_domains`)
+    apply to text only; images are all listed (`keep_domains` reduces them). `split_file` and `names`: see `splits.py` and
+    `wording.py`.
     """
-    if name.endswith((".jsonl", ".jsonl.gz")):
+    from fedvlm.data.splits import check_groups, open_split_file
+    from fedvlm.data.wording import renamed
+
+    if split_file:
+        source = open_split_file(name, split_file, group)
+    elif name.endswith((".jsonl", ".jsonl.gz")):
         from fedvlm.data.text import open_text
 
-        return open_text(Path(name).expanduser(), domains, stride, keep)
-    if name.endswith(".safetensors"):
+        source = open_text(Path(name).expanduser(), domains, stride, keep)
+    elif name.endswith(".safetensors"):
         from fedvlm.data.embeddings import open_embeddings
 
-        return open_embeddings(Path(name).expanduser())
-    return _open(name, group)
+        source = open_embeddings(Path(name).expanduser())
+    elif name.endswith((".csv", ".tsv")):
+        from fedvlm.data.manifest import open_manifest
+
+        source = open_manifest(name, group)
+    else:
+        from fedvlm.data.folders import open_folder
+
+        source = open_folder(name, group)
+    check_groups(source)
+    return renamed(source, names)
 
 
 def open_outsiders(name: str) -> Source:
     """All images below a folder, in any layout; they belong to none of the task's classes."""
+    from fedvlm.data.folders import names_in_folder
+
     root = existing(name, "outsiders", "give a folder of images")
-    items = tuple(Item(n, NO_DOMAIN, "outside", "") for n in _names_in_folder(root)) if root.is_dir() else ()
+    items = tuple(Item(n, NO_DOMAIN, "outside", "") for n in names_in_folder(root)) if root.is_dir() else ()
     if not items:
         raise FedvlmError(f"outsiders={name}: no such folder, or no images in it")
     return Source(root.resolve().name, root, items)
@@ -158,103 +210,28 @@ def existing(name: str, key: str, advice: str) -> Path:
     return root
 
 
-def _open(name: str, group: str) -> Source:
-    if name == "emoji":
-        # the group is the file name, which is the same for an emoji in every style
-        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")
-    root = existing(name, "data", "give a folder of domain/class/image or class/image, or data=emoji")
-    if root.is_dir():
-        return _collect(root.resolve().name, root, _names_in_folder(root), group)
-    if not root.is_file() or not zipfile.is_zipfile(root):
-        raise FedvlmError(f"data={name} is neither a folder nor a zip file")
-    return _collect(root.stem, root, _names_in_zip(root), group)
+def with_classes(source: Source) -> Source:
+    """The source, or an error where there is nothing to tell apart."""
+    if len(source.classes) < 2:
+        raise FedvlmError(f"data={source.name}: only one class ({source.classes[0]}); a classifier needs at least two")
+    return source
 
 
-def _is_image(name: str) -> bool:
-    """By the ending of its name; hidden files and folders are ignored."""
-    return PurePosixPath(name).suffix.lower() in IMAGES and not any(p.startswith(".") for p in name.split("/"))
+def require_dicom(names: Iterable[str]) -> None:
+    """An error where there are DICOM files and nothing to read them with."""
+    first = next((n for n in names if n.lower().endswith(DICOM)), "")
+    if first and find_spec("pydicom") is None:
+        raise FedvlmError(f"{first} is a DICOM file, which needs a further package: pip install 'fedvlm[dicom]'")
 
 
-def _names_in_folder(root: Path) -> list[str]:
-    """Paths of all images relative to `root`. Symbolic links are followed: data sets are often made of them."""
-    names, seen = list[str](), 0
-    for folder, subfolders, files in os.walk(root, followlinks=True, onerror=_cannot_list):
-        relative = Path(folder).relative_to(root)
-        names += [n for f in files if _is_image(n := (relative / f).as_posix())]
-        subfolders[:] = [s for s in subfolders if len(relative.parts) < MAX_DEPTH and not s.startswith(".")]
-        seen += 1 + len(files)
-        if seen > MAX_ITEMS:
-            raise FedvlmError(f"{root}: more than {MAX_ITEMS:,} files and folders in it; give a smaller folder")
-    for name in filter(NOT_TEXT.search, names):
-        raise FedvlmError(f"{root}: the name {name!a} is not valid UTF-8; rename it")
-    return sorted(names)
-
-
-def _cannot_list(error: OSError) -> None:
-    raise FedvlmError(f"the folder {error.filename} cannot be read ({error.strerror}); make it readable") from error
-
-
-def _names_in_zip(path: Path) -> list[str]:
-    with _open_zip(path) as archive:
-        names = sorted(n for n in archive.namelist() if not n.endswith("/"))
-    outside = [f"{n} lies outside of it" for n in names if n.startswith("/") or ".." in n.split("/")]
-    twice = [f"{n} occurs twice" for n, following in pairwise(names) if n == following]
-    for fault in outside + twice:
-        raise FedvlmError(f"data={path}: its member {fault}; zip the folder again")
-    return [n for n in names if _is_image(n)]
-
-
-def _open_zip(path: Path) -> zipfile.ZipFile:
+def open_zip(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except Exception as error:  # of untrusted bytes: zipfile lets struct's, Unicode's and its own errors pass
         raise FedvlmError(f"data={path}: cannot be read as a zip file ({error})") from error
 
 
-def _collect(name: str, root: Path, images: list[str], group: str) -> Source:
-    """A source of these images."""
-    depths = Counter(n.count("/") for n in images)
-    if not images:
-        raise FedvlmError(f"data={name}: no images in it; expected domain/class/image or class/image")
-    depth = depths.most_common(1)[0][0]
-    if depth not in (1, 2):
-        raise FedvlmError(
-            f"data={name}: images lie {depth} folders deep; expected class/image (1) or domain/class/image (2)"
-        )
-    other = [n for n in images if n.count("/") != depth]
-    if other:
-        raise FedvlmError(
-            f"data={name}: most images lie {depth} folders deep, but {other[0]} does not (and {len(other) - 1} more); "
-            "move them, or give the folder that directly contains the domains or classes"
-        )
-    items = []
-    for n in images:
-        *domain, label, file = n.split("/")
-        items.append(Item(n, domain[0] if domain else NO_DOMAIN, label, _group(group, file)))
-    if depth == 2 and {i.label for i in items} == {"image", "mask"}:
-        return _with_masks(name, root, items)
-    source = Source(name, root, tuple(items))
-    if len(source.classes) < 2:
-        raise FedvlmError(f"data={name}: only one class ({source.classes[0]}); a classifier needs at least two")
-    return source
-
-
-def _with_masks(name: str, root: Path, items: list[Item]) -> Source:
-    """A segmentation source: each site/image/NAME with site/mask/NAME (suffixes may differ), and one class, "inside"."""
-    by_name: dict[tuple[str, ...], Item] = {}
-    for item in items:
-        by_name.setdefault((item.label, item.domain, PurePosixPath(item.path).stem), item)
-    images = [i for i in items if i.label == "image"]
-    masks = [by_name.get(("mask", i.domain, PurePosixPath(i.path).stem)) for i in images]
-    if None in masks or len(by_name) != len(items) or 2 * len(images) != len(items):
-        missing = next((i.path for i, m in zip(images, masks, strict=True) if m is None), "")
-        fault = f"{missing} has none" if missing else "a name occurs twice, or a mask has no image"
-        raise FedvlmError(f"data={name}: every site/image/NAME needs exactly one site/mask/NAME; {fault}")
-    labelled = [replace(i, label="inside") for i in images]
-    return Source(name, root, tuple(labelled), SEGMENTATION, tuple(m for m in masks if m))
-
-
-def _group(pattern: str, file: str) -> str:
+def group_of(pattern: str, file: str) -> str:
     """What the pattern's first capture group matches in a file name; "" (a group by itself) where nothing matches."""
     if not pattern:
         return ""

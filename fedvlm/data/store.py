@@ -36,7 +36,7 @@ from fedvlm import console, files
 from fedvlm.backbones.base import RAW, Backbone, ViewFormat, encode_view, offered, view_format
 from fedvlm.core import FedvlmError
 from fedvlm.data.corruptions import KINDS, corrupt
-from fedvlm.data.images import BadImage, decode, too_many
+from fedvlm.data.images import BadImage, decode, is_turned, too_many
 from fedvlm.data.source import Source, digest
 from fedvlm.errors import nearest
 from fedvlm.machine import cache_home
@@ -53,6 +53,7 @@ SEVERITIES = 5  # of each kind of corruption
 ABANDONED = 3600  # seconds after which a temporary file is taken for the leftover of a crash
 
 Progress = Callable[[int, int], None]  # (done, total)
+Corruption = tuple[str, int]  # its kind, and its severity from 1 to 5
 
 
 class ViewSummary(TypedDict):
@@ -227,12 +228,12 @@ def features(
     broken: str = "skip",
     progress: Progress | None = None,
     view: str = "embedding",
-    version: int | None = None,
+    version: int | Corruption | None = None,
 ) -> tuple[Tensor, list[bytes], dict[str, str]]:
     """The view of every item [items, …] in the source's order, their keys, and the skipped files with the reasons.
 
     broken: "skip" skips unreadable images, whose rows are NaN (0 for integers); "refuse" raises an error at the first.
-    version: None for the images as they are; 0 … 74 for one of their 75 corruptions, see `corrupted`.
+    version: None for the images as they are; otherwise one of their 75 corruptions, see `corrupted`.
     """
     view = offered(backbone, view)
     stored = open_view(backbone, view)
@@ -250,7 +251,7 @@ def features(
     queue = _EncodingQueue(raw or stored, partial(encoded_images, backbone, encoded, stored.format), out)
     unnormalised = np.zeros(len(out), bool)
     for index, data in source.read():
-        key, transform = digest(data), None
+        key, transform = content_key(data), None
         if version is not None:
             key, transform = corrupted(key, version)
         keys.append(key)
@@ -278,6 +279,11 @@ def features(
     return found, keys, skipped
 
 
+def content_key(data: bytes) -> bytes:
+    """Of an image's bytes, and of whether it is turned: earlier versions stored such images as they lay."""
+    return digest(data + b" upright") if is_turned(data) else digest(data)
+
+
 def encoded_images(backbone: Backbone, view: str, format: ViewFormat, images: list[Image.Image]) -> np.ndarray:
     """What the encoder gives for these images; whatever goes wrong in there is not a fault of an image."""
     try:
@@ -301,17 +307,20 @@ def checked(rows: np.ndarray, shape: tuple[int, ...], backbone: Backbone) -> np.
     return rows
 
 
-def corrupted(key: bytes, version: int) -> tuple[bytes, Callable[[Image.Image], Image.Image]]:
+def corrupted(key: bytes, version: int | Corruption) -> tuple[bytes, Callable[[Image.Image], Image.Image]]:
     """The key of a corrupted version of an image, and the function that makes it.
 
     Versions 0 … 74 are the 75 corruptions (15 kinds × 5 severities), in an order that starts at a point given by the
-    image's content.
+    image's content; or one of them by its name.
     """
-    start = int.from_bytes(key[:4], "little")
-    kind, severity = divmod((start + version) % (SEVERITIES * len(KINDS)), SEVERITIES)
-    new_key = digest(key + f"{KINDS[kind]}-{severity + 1}".encode())
+    if isinstance(version, int):
+        start = int.from_bytes(key[:4], "little")
+        at, below = divmod((start + version) % (SEVERITIES * len(KINDS)), SEVERITIES)
+        version = KINDS[at], below + 1
+    kind, severity = version
+    new_key = digest(key + f"{kind}-{severity}".encode())
     seed = int.from_bytes(new_key[:7], "little")
-    return new_key, lambda image: corrupt(image, KINDS[kind], severity + 1, seed)
+    return new_key, lambda image: corrupt(image, kind, severity, seed)
 
 
 def text_embeddings(backbone: Backbone, phrases: list[str]) -> Tensor | None:

@@ -1,0 +1,134 @@
+"""A table of images as a data source: a .csv (or .tsv) file with the columns path and label and any of client (or site),
+domain, group (or patient) and split.
+
+Paths are relative to the table's folder and never leave it. Rows are numbered as a spreadsheet does: the header is row 1.
+The same column names are understood in the .json of webdataset shards and in Hugging Face datasets.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from fedvlm.data.source import MAX_ITEMS, NO_DOMAIN, Item, Source, existing, group_of, require_dicom, with_classes
+from fedvlm.data.splits import FOLDERS, from_train
+from fedvlm.errors import FedvlmError
+
+ALIASES = {"site": "client", "patient": "group", "class": "label"}
+OPTIONAL = ("client", "domain", "group", "split")
+KNOWN = ("path", "label", *OPTIONAL)
+SEPARATORS = ",;\t"
+SHOWN = 3  # rows that an error names
+
+
+def open_manifest(name: str, group: str) -> Source:
+    path = existing(name, "data", "give a table with the columns path and label")
+    rows = read_table(path, "data")
+    if not rows:
+        raise FedvlmError(f"data={path}: no rows below the header")
+    fields, notes = columns(list(rows[0]), ("path", "label"), f"data={path}")
+    found = [{name: row[column] for name, column in fields.items()} for row in rows]
+    numbers = range(2, len(found) + 2)
+    refuse(path, "has no label", [n for n, r in zip(numbers, found, strict=True) if not r["label"]])
+    refuse(path, "has no path", [n for n, r in zip(numbers, found, strict=True) if not r["path"]])
+    first: dict[str, int] = {}
+    for number, row in zip(numbers, found, strict=True):
+        row["path"] = inside(row["path"], f"data={path}: row {number}")
+        if first.setdefault(row["path"], number) != number:
+            raise FedvlmError(
+                f"data={path}: rows {first[row['path']]} and {number} are the same image, {row['path']}; remove one"
+            )
+    root = path.resolve().parent
+    refuse(path, "names a file that is not there", [n for p, n in first.items() if not (root / p).is_file()], found)
+    require_dicom(first)
+    items = [item_of(r, r["path"], group, f"data={path}: row {n}") for n, r in zip(numbers, found, strict=True)]
+    return checked(Source(path.stem, root, tuple(items), notes=notes))
+
+
+def checked(source: Source) -> Source:
+    """The source with what is said of its split; an error where it does not fit together."""
+    homes: dict[str, Item] = {}
+    for item in source.items:
+        other = homes.setdefault(item.client, item)
+        if item.client and other.domain != item.domain:
+            raise FedvlmError(
+                f"data={source.name}: the client {item.client} is in the domains {other.domain} ({other.path}) and "
+                f"{item.domain} ({item.path}); a client has one domain"
+            )
+    given = {i.split for i in source.items}
+    notes = source.notes + ((f"the split of the data is kept{from_train(given)}",) if given != {""} else ())
+    return with_classes(replace(source, notes=notes, tabular=True))
+
+
+def read_table(path: Path, key: str) -> list[dict[str, str]]:
+    """The rows of a table by column, separated by commas, semicolons or tabs, whichever the header has most of."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(SEPARATORS, key=header.count), restval="", restkey="")
+            rows = [{str(k).strip(): str(v).strip() for k, v in row.items() if k} for row in limited(reader)]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise FedvlmError(f"{key}={path}: not a table in UTF-8 ({error}); save it as CSV UTF-8") from None
+    except OSError as error:
+        raise FedvlmError(f"{key}={path}: cannot be read ({error.strerror})") from None
+    return rows
+
+
+def limited(rows: Iterable[dict[str, str]]) -> Iterable[dict[str, str]]:
+    for count, row in enumerate(rows):
+        if count == MAX_ITEMS:
+            raise FedvlmError(f"more than {MAX_ITEMS:,} rows; give a smaller table")
+        yield row
+
+
+def columns(given: list[str], needed: tuple[str, ...], what: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Known name → the column that has it, and what is said of the others."""
+    found: dict[str, str] = {}
+    for column in given:
+        name = ALIASES.get(column.lower(), column.lower())
+        if name in KNOWN:
+            if name in found:
+                raise FedvlmError(f"{what}: the columns {found[name]} and {column} mean the same; remove one")
+            found[name] = column
+    for name in needed:
+        if name not in found:
+            raise FedvlmError(f"{what}: no column {name}; it has {', '.join(given) or 'none'}")
+    ignored = [c for c in given if c not in found.values()]
+    return found, ((f"ignored columns: {', '.join(ignored)}",) if ignored else ())
+
+
+def refuse(path: Path, fault: str, rows: list[int], found: list[dict[str, str]] | None = None) -> None:
+    if rows:
+        named = ", ".join(str(r) for r in rows[:SHOWN]) + (
+            f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+        )
+        example = f" ({found[rows[0] - 2]['path']})" if found else ""
+        raise FedvlmError(f"data={path}: row {named} {fault}{example}; correct the table")
+
+
+def inside(path: str, what: str) -> str:
+    """A relative path that stays in its folder, separated by /."""
+    plain = PurePosixPath(path.replace("\\", "/"))
+    if plain.is_absolute() or PureWindowsPath(path).drive or ".." in plain.parts or "\0" in path:
+        raise FedvlmError(
+            f"{what}: {path!r} leads out of the table's folder; paths are relative to it: put the table into a folder that "
+            "holds all images"
+        )
+    return plain.as_posix()
+
+
+def item_of(row: Mapping[str, str], path: str, group: str, what: str) -> Item:
+    """An item from the values of known columns; `group` is the regular expression that is used without a column."""
+    for name in OPTIONAL:
+        if name != "group" and name in row and not row[name]:
+            raise FedvlmError(f"{what} has no {name}, while there is such a column; fill it, or leave the column out")
+    split = row.get("split", "").lower()
+    if split and split not in FOLDERS:
+        raise FedvlmError(f"{what}: split={split}; expected train, val or test")
+    client = row.get("client", "")
+    home = row.get("domain") or client or NO_DOMAIN
+    kept = row["group"] if "group" in row else group_of(group, path.rpartition("/")[2])
+    return Item(path, home, row["label"], kept, FOLDERS.get(split, ""), client)
