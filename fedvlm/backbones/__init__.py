@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from fedvlm.backbones.base import Backbone
+from fedvlm.errors import FedvlmError
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "mini-clip"
@@ -40,8 +41,8 @@ def form_of(name: str) -> Form:
 
 
 def load(name: str) -> Backbone:
-    """mini-clip · a folder or hub name in Hugging Face format · onnx:FILE · http(s)://… · python:module:function ·
-    pixels:SIZE · NAME or NAME:rest of an installed package."""
+    """mini-clip · a folder or hub name in Hugging Face or open_clip format · onnx:FILE · http(s)://… ·
+    python:module:function · pixels:SIZE · NAME or NAME:rest of an installed package."""
     form = form_of(name)
     if form == "object":
         from fedvlm.backbones import objects
@@ -65,12 +66,33 @@ def load(name: str) -> Backbone:
         from fedvlm.backbones.callable import PythonFunction
 
         return PythonFunction(name.removeprefix("python:"))
-    from fedvlm.backbones.hf import Clip, Vision, folder_of, read_config
-
     if form == "bundled":
         return bundled(name)
-    folder = folder_of(name, fetch=form == "hub")
-    return Clip(name, folder) if read_config(folder).get("model_type") == "clip" else Vision(name, folder)
+    from fedvlm.backbones import model_folder
+
+    return of_folder(name, model_folder.folder_of(name, fetch=form == "hub"))
+
+
+def of_folder(name: str, folder: Path) -> Backbone:
+    """The model in a folder, by its layout."""
+    from fedvlm.backbones import model_folder
+    from fedvlm.backbones.hf import Clip
+    from fedvlm.backbones.siglip import Siglip
+    from fedvlm.backbones.vision_only import Vision
+
+    if model_folder.is_open_clip(folder):
+        from fedvlm.backbones import open_clip
+
+        return open_clip.load(name, folder)
+    kind = model_folder.read_config(folder).get("model_type")
+    if kind == "siglip2":
+        raise FedvlmError(
+            f"backbone={name}: a SigLIP 2 with NaFlex, which takes images of any aspect ratio and gives no features of "
+            "one size; use a fixed-resolution SigLIP 2, such as google/siglip2-base-patch16-224"
+        )
+    if kind == "siglip":
+        return Siglip(name, folder)
+    return Clip(name, folder) if kind == "clip" else Vision(name, folder)
 
 
 @cache

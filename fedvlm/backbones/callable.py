@@ -61,6 +61,10 @@ class PythonFunction:
         found = self._call("failed", self.encode, list(images))
         return checked_embeddings(found, len(images), self.label, self.dim)
 
+    @property
+    def has_texts(self) -> bool:
+        return getattr(self.encode, "texts", None) is not None
+
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         encode: Callable[[list[str]], object] | None = getattr(self.encode, "texts", None)
         if encode is None:

@@ -1,4 +1,4 @@
-"""Hugging Face models from a folder or the hub: CLIP (two towers), or a vision-only encoder (ViT, DINOv2, …).
+"""Hugging Face models from a folder or the hub, and the most common one: CLIP, with two towers.
 
 The weights are loaded on first use, so a run whose features are all stored does not load them.
 """
@@ -6,12 +6,11 @@ The weights are loaded on first use, so a run whose features are all stored does
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -21,74 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.backbones.base import RAW, ViewFormat
+from fedvlm.backbones.model_folder import PREPROCESSING, ModelConfig, VisionConfig, fingerprint, loading, read_config
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
+from fedvlm.backbones.whole import WholeModel
 from fedvlm.core import FedvlmError
-from fedvlm.names import printable
-from fedvlm.records import parsed, read_text
-from fedvlm.trust import absolute
 
 if TYPE_CHECKING:  # transformers takes seconds to import: only where a model is loaded
     from transformers import CLIPModel, CLIPTokenizer, PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
-MINI_CLIP_TOKENIZER = "0e5f4fb3280d5e93"  # not in its fingerprint, which stores and recipes refer to
-
-
-def folder_of(name: str, fetch: bool) -> Path:
-    """The model's local folder; `fetch`: from the hub."""
-    folder = Path(absolute(name))
-    if not fetch and not os.path.isdir(folder):  # noqa: PTH112 (Path's raises for a name that is too long)
-        raise FedvlmError(
-            f"backbone={name}: no such folder; give mini-clip, a folder in Hugging Face format, a hub name "
-            "(owner/model), onnx:FILE, http(s)://…, python:module:function, or pixels:SIZE"
-        )
-    if fetch:
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt"]))
-        except Exception as error:
-            raise FedvlmError(
-                f"backbone={name}: cannot be fetched from the hub ({type(error).__name__}). Offline, copy the model's "
-                "folder here and give its path (backbone=path/to/model), or use the bundled backbone=mini-clip"
-            ) from error
-    if not (folder / "config.json").is_file():
-        raise FedvlmError(f"backbone={name}: no config.json in that folder; it must be in Hugging Face format")
-    if not list(folder.glob("*.safetensors")):
-        raise FedvlmError(
-            f"backbone={name}: no .safetensors file; weights in other formats can run code, so save the model again "
-            "with save_pretrained(folder, safe_serialization=True)"
-        )
-    return folder
-
-
-class VisionConfig(TypedDict, total=False):
-    image_size: int
-    patch_size: int
-    hidden_size: int
-    num_hidden_layers: int
-
-
-class ModelConfig(TypedDict, total=False):
-    """The entries of config.json that are read here."""
-
-    model_type: str
-    projection_dim: int
-    hidden_size: int
-    vision_config: VisionConfig
-
-
-def read_config(folder: Path) -> ModelConfig:
-    try:
-        found = parsed(read_text(folder / "config.json"))
-        for key, kind in (("model_type", str), ("projection_dim", int), ("hidden_size", int), ("vision_config", dict)):
-            if not isinstance(found.get(key, kind()), kind):
-                raise ValueError(f"{key} is {found[key]!r:.80}")
-        return cast(ModelConfig, found)
-    except (OSError, ValueError) as error:
-        raise FedvlmError(f"backbone={folder}: config.json is not readable ({error})") from error
 
 
 class Normalisation(Protocol):
@@ -127,34 +68,17 @@ def clip_processor(folder: str | Path) -> Processor:
 
 
 @contextlib.contextmanager
-def loading(folder: Path) -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and warnings; what is wrong with a model is an error here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
-    except Exception as error:  # whatever the files make transformers raise
-        reason = f"{type(error).__name__}: {printable(error, 200)}"
-        raise FedvlmError(
-            f"backbone={folder}: does not load ({reason}); is it complete, and in its own format?"
-        ) from error
-
-
-def _fingerprint(folder: Path) -> str:
-    """A hash of the weights, the configuration and the preprocessing; a tokenizer other than mini-clip's counts too."""
-    settings = ("config.json", "preprocessor_config.json", "processor_config.json")
-    digest = _hash([*sorted(folder.glob("*.safetensors")), *(folder / name for name in settings)])
-    tokenizer = _hash([folder / name for name in TOKENIZER])
-    if tokenizer.hexdigest() not in (MINI_CLIP_TOKENIZER, _hash([]).hexdigest()):
-        digest.update(tokenizer.digest())
-    return digest.hexdigest()
-
-
-def _hash(files: list[Path]) -> hashlib.blake2b:
-    digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        if file.is_file():
-            with file.open("rb") as stream:
-                while chunk := stream.read(1 << 24):
-                    digest.update(chunk)
-    return digest
+    finally:
+        logging.set_verbosity(before)
 
 
 Model = TypeVar("Model", bound="PreTrainedModel")
@@ -167,18 +91,32 @@ class HuggingFaceModel(Generic[Model]):
     kind: ClassVar[str]  # name of the class in transformers
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder, self.fingerprint = name, folder, _fingerprint(folder)
+        self.name, self.folder, self.fingerprint = name, folder, fingerprint(folder)
+        self.check_preprocessing()
+
+    def check_preprocessing(self) -> None:
+        """An error where the folder does not say how images are prepared: a wrong guess would only lower accuracy."""
+        if not any((self.folder / name).is_file() for name in PREPROCESSING):
+            raise FedvlmError(
+                f"backbone={self.name}: no preprocessor_config.json in that folder, so it is not known how images are "
+                "resized and normalised for it; copy the file from where the model came from"
+            )
 
     def load(self) -> Model:
         """A new copy of the frozen model, float32 on the CPU."""
         import transformers
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         kind: type[Model] = getattr(transformers, self.kind)
-        with loading(self.folder):
-            model: Model = kind.from_pretrained(
-                self.folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
+        with loading(self.folder), quiet():
+            model, info = cast(
+                tuple[Model, dict[str, Sequence[str]]],
+                kind.from_pretrained(self.folder, dtype=torch.float32, **options),
+            )
+        missing = sorted(k for k in info["missing_keys"] if "pooler" not in k)  # not used
+        if missing:  # transformers would fill them with random numbers
+            raise FedvlmError(
+                f"backbone={self.name}: {len(missing)} tensors are missing in its weights, such as {missing[0]}"
             )
         model.train(False)
         model.requires_grad_(False)
@@ -203,21 +141,36 @@ class HuggingFaceModel(Generic[Model]):
         raise NotImplementedError
 
 
+def logit_scale(name: str, folder: Path, files: Sequence[Path]) -> float:
+    for file in files:
+        with loading(folder), safe_open(file, "pt") as weights:
+            if "logit_scale" in weights.keys():  # noqa: SIM118
+                return float(weights.get_tensor("logit_scale").float().exp())
+    raise FedvlmError(f"backbone={name}: its weights hold no logit_scale, so it is not a CLIP model")
+
+
 class Clip(HuggingFaceModel["CLIPModel"]):
     """A CLIP in Hugging Face format."""
 
     kind = "CLIPModel"
 
+    views: ClassVar[tuple[str, ...]] = ("embedding", RAW, "patches", "hidden", "pixels")
+    towers: ClassVar[tuple[str, ...]] = ("image tower", "text tower", "both towers", "whole model")
+    has_texts = True
+
     def __init__(self, name: str, folder: Path):
         super().__init__(name, folder)
-        self.dim, self.scale = int(read_config(folder).get("projection_dim", 512)), self._scale()
+        self.dim, self.scale = (
+            int(self.config.get("projection_dim", 512)),
+            logit_scale(name, folder, self.weight_files()),
+        )
 
-    def _scale(self) -> float:
-        for file in self.folder.glob("*.safetensors"):
-            with loading(self.folder), safe_open(file, "pt") as weights:
-                if "logit_scale" in weights.keys():  # noqa: SIM118
-                    return float(weights.get_tensor("logit_scale").float().exp())
-        raise FedvlmError(f"backbone={self.name}: its weights hold no logit_scale, so it is not a CLIP model")
+    @cached_property
+    def config(self) -> ModelConfig:
+        return read_config(self.folder)
+
+    def weight_files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.safetensors"))
 
     @cached_property
     def processor(self) -> Processor:
@@ -239,9 +192,8 @@ class Clip(HuggingFaceModel["CLIPModel"]):
     @torch.no_grad()
     def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
         """[images, dim], before they are normalised."""
-        found: Tensor = self.model.visual_projection(
-            self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
-        )
+        pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
+        found: Tensor = self.model.visual_projection(pooled)
         return found
 
     @torch.no_grad()
@@ -253,7 +205,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
 
     @cached_property
     def vision_config(self) -> VisionConfig:
-        return read_config(self.folder).get("vision_config", {})
+        return self.config.get("vision_config", {})
 
     def view_format(self, view: str) -> ViewFormat | None:
         config = self.vision_config
@@ -324,6 +276,12 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         model = self.load()
         return Towers(ImageLayers.of(model), TextTower.of(model, self.tokenizer))
 
+    @cached_property
+    def whole_model(self) -> WholeModel:
+        model = self.load()
+        image = ImageTower(model.vision_model, model.visual_projection, self.processor)
+        return WholeModel(image, model, self.tokenizer)
+
 
 class ImageTower(nn.Module):
     """CLIP's image tower, from uint8 pixels to the embedding before normalisation. The embedding is returned twice,
@@ -332,7 +290,7 @@ class ImageTower(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, vision: nn.Module, projection: nn.Linear, processor: Normalisation):
+    def __init__(self, vision: nn.Module, projection: nn.Linear | nn.Identity, processor: Normalisation):
         super().__init__()
         self.vision, self.projection = vision, projection
         for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
@@ -340,42 +298,6 @@ class ImageTower(nn.Module):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`real`, which marks examples that are not padding, is ignored: there is no batch norm here."""
-        x = ((x - self.mean) / self.std).to(self.projection.weight.dtype)
+        x = ((x - self.mean) / self.std).to(next(self.vision.parameters()).dtype)
         found = self.projection(self.vision(pixel_values=x).pooler_output)
         return found, found
-
-
-class Vision(HuggingFaceModel["PreTrainedModel"]):
-    """A vision-only encoder; the embedding is its class token."""
-
-    kind = "AutoModel"
-
-    def __init__(self, name: str, folder: Path):
-        super().__init__(name, folder)
-        self.dim = int(read_config(folder).get("hidden_size", 0))
-        self.scale = 20.0  # such a model has no logit scale; this value is our choice
-        if not self.dim:
-            raise FedvlmError(f"backbone={name}: its config.json names no hidden_size; is it an image encoder?")
-
-    @cached_property
-    def processor(self) -> Processor:
-        from transformers import AutoImageProcessor
-
-        with loading(self.folder):
-            found = AutoImageProcessor.from_pretrained(self.folder, backend="pil", trust_remote_code=False)
-        return cast(Processor, found)
-
-    def images(self, images: Sequence[Image.Image]) -> Tensor:
-        return F.normalize(self.encode(images, RAW), dim=-1)
-
-    def view_format(self, view: str) -> ViewFormat | None:
-        return ViewFormat((self.dim,)) if view in ("embedding", RAW) else None
-
-    @torch.no_grad()
-    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """Its only further view: raw."""
-        found: Tensor = self.model(pixel_values=self.pixels(images)).last_hidden_state[:, 0].cpu()
-        return found
-
-    def texts(self, phrases: Sequence[str]) -> Tensor | None:
-        return None

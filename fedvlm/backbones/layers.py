@@ -47,8 +47,13 @@ class Layer(NamedTuple):
 
 
 def affine_to(affine: Affine, dtype: torch.dtype | None, device: torch.device | str | None) -> Affine:
-    weight, bias = (part.to(dtype=dtype or part.dtype, device=device) for part in affine)
+    weight, bias = (moved(part, dtype, device) for part in affine)
     return weight, bias
+
+
+def moved(weight: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
+    """None leaves dtype or device as it is."""
+    return weight.to(dtype=dtype or weight.dtype, device=device)
 
 
 def affine_of(*modules: nn.Linear | nn.LayerNorm) -> Affine:

@@ -45,6 +45,7 @@ class Object:
         self.source = f"backbone={name}"
         self.scale = float(getattr(thing, "scale", 20.0))
         self.text_encoder = getattr(thing, "texts", None)
+        self.has_texts = self.text_encoder is not None
         self.fingerprint = str(getattr(thing, "fingerprint", "") or fingerprint_of(thing))
         self.name = f"{PREFIX}{name}-{self.fingerprint[:12]}"
         self.dim = 0

@@ -38,7 +38,7 @@ CLIP_NORMALISATION: dict[str, Json] = {
 
 
 class Onnx:
-    black_box = True
+    black_box, has_texts = True, False
 
     def __init__(self, path: Path):
         self.name = f"onnx:{path}"

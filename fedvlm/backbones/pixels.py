@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from fedvlm.core import FedvlmError
 
 class Pixels:
     dim, scale, black_box = 0, 1.0, False
+    views: ClassVar[tuple[str, ...]] = ("pixels",)
+    towers: ClassVar[tuple[str, ...]] = ()
+    has_texts = False
 
     def __init__(self, name: str, size: str):
         if not size.isdigit() or not 1 <= int(size) <= 2048:

@@ -14,6 +14,9 @@ so the following is not computed, which changes results by rounding only:
 
 Clients are stacked along the first axis; a client's result does not depend on the others.
 
+SigLIP's tower is not causal: a prompt is v₁ … vₙ NAME [end] [pad] …, padded to the tower's length, every position attends
+to every other, and the state at the last position is read. There only the last layer's other queries can be left out.
+
 Plain phrases have no context. Where only the last n layers are trained (low-rank changes, adapters), the layers below
 give a constant, to be computed once:
 
@@ -48,6 +51,7 @@ from fedvlm.backbones.layers import (
     layer_count,
     layers_of,
     low_rank_changes,
+    moved,
     project,
     split_heads,
     to_device,
@@ -55,7 +59,7 @@ from fedvlm.backbones.layers import (
 from fedvlm.core import FedvlmError, Params
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel
+    from transformers import CLIPModel, CLIPTextModelWithProjection, SiglipModel
 
 # positions that run at a time, by device: with ViT-B/16's tower 0.25 GB on a CPU and, in bfloat16, 1 GB on a GPU
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}
@@ -71,6 +75,9 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_id(self) -> int: ...
+
+    @property
+    def pad_token_id(self) -> int: ...
 
     def __call__(self, text: list[str], **options: bool | int) -> Mapping[str, list[list[int]]]: ...
 
@@ -97,9 +104,8 @@ class Changes(NamedTuple):
 
     low_rank: Sequence[Change] = ()  # by layer; empty: none
     beside: Beside | None = None
-    deep: Tensor | None = (
-        None  # [clients, depth, vectors, width]: they replace the context in a prefix at layers 1 … depth
-    )
+    deep: Tensor | None = None  # [clients, depth, vectors, width]: they replace the context at layers 1 … depth
+    start: int = 1  # positions before the context
 
     def __bool__(self) -> bool:
         return any(self.low_rank) or self.beside is not None or self.deep is not None
@@ -116,8 +122,9 @@ class Changes(NamedTuple):
         if self.deep is None or not 1 <= layer <= self.deep.shape[1]:
             return x
         new = self.deep[:, layer - 1, None].to(x)
-        clients = max(len(x), len(new))
-        return torch.cat([part.expand(clients, -1, -1, -1) for part in (x[:, :, :1], new)], 2)
+        clients, after = max(len(x), len(new)), self.start + new.shape[2]
+        parts = (x[:, :, : self.start], new, x[:, :, after:])
+        return torch.cat([part.expand(clients, x.shape[1], -1, -1) for part in parts], 2)
 
     def layer_output(self, layer: int, x: Tensor, normed: Tensor) -> Tensor:
         return x if self.beside is None else x + self.beside(layer, normed)
@@ -137,10 +144,12 @@ class TextTower:
     eps: float
     activation: Callable[[Tensor], Tensor]
     tokenizer: Tokenizer
+    bias: Tensor | None = None  # of the projection, [dim]
+    causal: bool = True  # false: SigLIP's
 
     @classmethod
-    def of(cls, model: CLIPModel, tokenizer: Tokenizer) -> TextTower:
-        """Of a Hugging Face CLIPModel. Weights are shared with it where `layers_of` shares them."""
+    def of(cls, model: CLIPModel | CLIPTextModelWithProjection, tokenizer: Tokenizer) -> TextTower:
+        """Of a Hugging Face CLIP. Weights are shared with it where `layers_of` shares them."""
         text = model.text_model
         return cls(
             text.embeddings.token_embedding.weight.detach(),
@@ -154,17 +163,33 @@ class TextTower:
             tokenizer,
         )
 
-    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TextTower:
-        def move(weight: Tensor) -> Tensor:
-            return weight.to(dtype=dtype or weight.dtype, device=device)
+    @classmethod
+    def of_siglip(cls, model: SiglipModel, tokenizer: Tokenizer) -> TextTower:
+        """Of a Hugging Face SiglipModel."""
+        text = model.text_model
+        return cls(
+            text.embeddings.token_embedding.weight.detach(),
+            text.embeddings.position_embedding.weight.detach(),
+            layers_of(text.encoder),
+            affine_of(text.final_layer_norm),
+            text.head.weight.detach(),
+            text.config.num_attention_heads,
+            text.config.layer_norm_eps,
+            fast_activation(text.encoder.layers[0].mlp.activation_fn)[0],
+            tokenizer,
+            text.head.bias.detach(),
+            causal=False,
+        )
 
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TextTower:
         return replace(
             self,
-            token=move(self.token),
-            position=move(self.position),
+            token=moved(self.token, dtype, device),
+            position=moved(self.position, dtype, device),
             layers=tuple(layer.to(dtype, device) for layer in self.layers),
             norm=affine_to(self.norm, dtype, device),
-            projection=move(self.projection),
+            projection=moved(self.projection, dtype, device),
+            bias=None if self.bias is None else moved(self.bias, dtype, device),
         )
 
     @property
@@ -186,32 +211,40 @@ class TextTower:
             raise FedvlmError(f"position={position}: must be end or middle, the place of a class name in its context")
         before = context if position == "end" else context // 2
         slots = [-1 - j for j in range(context)]
-        start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        end = self.tokenizer.eos_token_id
+        start = [self.tokenizer.bos_token_id] if self.causal else []
         prompts = []
         for alone, whole in zip(self._tokens(names), self._tokens([name + ending for name in names]), strict=True):
             # name and ending are tokenised together, as in a plain prompt: a name's full stop and "." may be one token
             pairs = enumerate(zip(alone, whole, strict=False))
             split = next((at for at, (one, other) in pairs if one != other), len(alone))
             tail = [*whole[split:], end]
-            room = len(self.position) - 1 - context - len(tail)
+            room = len(self.position) - len(start) - context - len(tail)
             if context < 1 or room < 1:
                 raise FedvlmError(
-                    f"context={context}: the text tower takes {len(self.position)} tokens, which include the start, "
-                    f"one token of the name, {ending!r} and the end; use context=1 to {context + room - 1}"
+                    f"context={context}: the text tower takes {len(self.position)} tokens, which include "
+                    f"{'the start, ' if start else ''}one token of the name, {ending!r} and the end; "
+                    f"use context=1 to {context + room - 1}"
                 )
-            prompts.append([start, *slots[:before], *whole[:split][:room], *slots[before:], *tail])
-        ends = tuple(len(prompt) - 1 for prompt in prompts)
-        ids = torch.tensor([prompt + [end] * (max(ends) + 1 - len(prompt)) for prompt in prompts])
-        return PromptPlan(ids, ends, context, 1 + before)
+            prompts.append([*start, *slots[:before], *whole[:split][:room], *slots[before:], *tail])
+        return self._padded(prompts, context, 1 + before)
+
+    def _padded(self, prompts: list[list[int]], context: int, shared: int) -> PromptPlan:
+        """The prompts in one tensor; what a causal tower gets after [end] does not matter."""
+        ends, length, pad = tuple(len(prompt) - 1 for prompt in prompts), 0, self.tokenizer.eos_token_id
+        if not self.causal:
+            length, pad, shared = len(self.position), self.tokenizer.pad_token_id, 0
+            ends = (length - 1,) * len(prompts)
+        ids = [prompt + [pad] * (max(length, max(ends) + 1) - len(prompt)) for prompt in prompts]
+        return PromptPlan(torch.tensor(ids), ends, context, shared)
 
     def phrases(self, texts: Sequence[str]) -> PromptPlan:
         """Phrases without a learned context, for features(plan), or for below(plan, n) and above. A phrase too long for
         the tower loses its last tokens."""
         prompts = self.tokenizer(list(texts), truncation=True, max_length=len(self.position))["input_ids"]
-        ends = tuple(len(prompt) - 1 for prompt in prompts)
-        shared = next((at for at in range(min(ends)) if len({prompt[at] for prompt in prompts}) > 1), min(ends))
-        ids = torch.tensor([prompt + prompt[-1:] * (max(ends) + 1 - len(prompt)) for prompt in prompts])
-        return PromptPlan(ids, ends, 0, shared)
+        end = min(map(len, prompts)) - 1
+        shared = next((at for at in range(end) if len({prompt[at] for prompt in prompts}) > 1), end)
+        return self._padded(prompts, 0, shared)
 
     def features(
         self,
@@ -236,12 +269,14 @@ class TextTower:
         clients, contexts, vectors, _ = context.shape
         if vectors != plan.context or contexts not in (1, len(plan.ends)):
             raise ValueError(f"context {tuple(context.shape)} for {len(plan.ends)} prompts of {plan.context} vectors")
-        if deep is not None and (contexts > 1 or plan.shared != 1 + deep.shape[2] or vectors != deep.shape[2]):
+        first = plan.shared == 1 + vectors or not self.causal
+        if deep is not None and (contexts > 1 or not first or vectors != deep.shape[2]):
             raise ValueError(f"deep {tuple(deep.shape)} needs as many vectors shared by all classes, before the name")
-        changes = Changes(low_rank_changes(lora, "text", len(self.layers), scale, self.token), None, deep)
+        low_rank = low_rank_changes(lora, "text", len(self.layers), scale, self.token)
+        changes = Changes(low_rank, None, deep, int(self.causal))
         learned = context.to(self.token)
-        shared = plan.shared if contexts == 1 else 1
-        if shared > 1 or changes:
+        shared = plan.shared if contexts == 1 else min(1, plan.shared)
+        if shared > 1 or changes or not self.causal:
             past = self._prefix(self._embed(plan.ids[:1, :shared], 0, learned), changes)
         else:
             past = self._start
@@ -260,8 +295,10 @@ class TextTower:
         frozen = self.layers[: len(self.layers) - left]
         no_context = self.token.new_empty(1, 1, 0, self.token.shape[1])
         rows = max(1, (chunk or self._for_device(CHUNK)) // (plan.ids.shape[1] - shared))
-        empty = [self._empty_past(no_context)] * len(frozen)
-        prefix, past = self._run(self._embed(plan.ids[:1, :shared], 0, no_context), empty, frozen)
+        past = [self._empty_past(no_context)] * len(frozen)
+        prefix = self._embed(plan.ids[:1, :shared], 0, no_context)
+        if shared:
+            prefix, past = self._run(prefix, past, frozen)
         parts = [self._embed(ids, shared, no_context) for ids in torch.split(plan.ids[:, shared:], rows)]
         return LowerActivations(prefix, torch.cat([self._run(part, past, frozen)[0] for part in parts], 1), left)
 
@@ -304,10 +341,11 @@ class TextTower:
         for group in groups:
             last = torch.tensor([ends[c] for c in group])
             inputs = own(group, int(last.max()) + 1)
-            states.append(self._run_to_ends(inputs, past, last - shared, changes._replace(deep=None))[1])
+            own_changes = changes._replace(deep=None) if shared else changes  # deep vectors are in the prefix
+            states.append(self._run_to_ends(inputs, past, last - shared, own_changes)[1])
         original = torch.tensor([c for group in groups for c in group]).argsort()
         pooled = torch.cat(states, 1)[:, to_device(original, self.token.device)]
-        projected = F.linear(self._norm(pooled, self.norm), self.projection)
+        projected = F.linear(self._norm(pooled, self.norm), self.projection, self.bias)
         return F.normalize(projected.to(dtype), dim=-1)
 
     @cached_property
@@ -318,6 +356,8 @@ class TextTower:
     def _prefix(self, x: Tensor, changes: Changes = UNCHANGED, layers: int = 0) -> list[Tensor]:
         """The keys and values of a prefix in each of the last `layers` layers; 0: all."""
         past = [self._empty_past(x)] * (layers or len(self.layers))
+        if not x.shape[2]:
+            return past
         return self._run_to_ends(x, past, torch.tensor([x.shape[2] - 1]), changes)[0]
 
     def _empty_past(self, x: Tensor) -> Tensor:
@@ -380,7 +420,8 @@ class TextTower:
             own = split_heads(project(normed, (weight[width:], bias[width:]), change, "k", "v"), 2, self.heads)
             query = project(normed_ends, (weight[:width], bias[:width]), change, "q")
             clients = max(len(query), len(own), len(past[-1]))
-            mask = _causal_mask(x.shape[2], past[-1].shape[-2], x.device)[to][:, None, None].repeat(clients, 1, 1, 1)
+            mask = self._mask(x.shape[2], past[-1].shape[-2], x.device)
+            mask = None if mask is None else mask[to][:, None, None].repeat(clients, 1, 1, 1)
             mixed = self._attend(query, past[-1], own, mask)
         output = changes.layer_output(i, self._after_attention(layer, state, mixed, change), normed_ends)
         return [*kept, own], output[:, :, 0]
@@ -392,13 +433,16 @@ class TextTower:
         own = split_heads(key_value, 2, self.heads)
         if fast := self._attention_kernels(normed, past):
             return fast.attend(qkv, past), own
-        return self._attend(query, past, own, _causal_mask(own.shape[-2], past.shape[-2], normed.device)), own
+        return self._attend(query, past, own, self._mask(own.shape[-2], past.shape[-2], normed.device)), own
+
+    def _mask(self, positions: int, before: int, device: torch.device) -> Tensor | None:
+        return _causal_mask(positions, before, device) if self.causal else None
 
     def _attention_kernels(self, x: Tensor, past: Tensor) -> Kernels | None:
-        fast = kernels(x)
+        fast = kernels(x) if self.causal else None
         return fast if fast and fast.supports(x, past) else None
 
-    def _attend(self, query: Tensor, past: Tensor, own: Tensor, mask: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, past: Tensor, own: Tensor, mask: Tensor | None) -> Tensor:
         # what is common to clients or classes has length 1 along that axis
         rows = (max(len(past), len(own), len(query)), own.shape[1])
         both = torch.cat([part.expand(*rows, *part.shape[2:]) for part in (past, own)], -2).flatten(0, 1)

@@ -1,8 +1,8 @@
-"""The last layers of a CLIP's image tower as a function of small trained changes, from stored activations (hidden@−n).
+"""The last layers of an image tower as a function of small trained changes, from stored activations (hidden@−n).
 
 The layers below the first trained one give the same output in every step of every round, so it is computed once and
-stored; the rest runs here. Only the class token's state after the last layer is read, so that layer computes no other
-query, which changes results by rounding only. The weights get no gradient.
+stored; the rest runs here. Of a CLIP only the class token's state after the last layer is read, so that layer computes no
+other query, which changes results by rounding only; SigLIP reads all tokens. The weights get no gradient.
 
     top = ImageLayers.of(model, layers)               the last layers of a Hugging Face CLIPModel; 0: all
     z = top.features(hidden, lora, scale)             [clients, examples, dim], not normalised
@@ -33,23 +33,69 @@ from fedvlm.backbones.layers import (
     layer_count,
     layers_of,
     low_rank_changes,
+    moved,
     project,
 )
 from fedvlm.backbones.text import TextTower
 from fedvlm.core import Params
 
 if TYPE_CHECKING:
-    from transformers import CLIPModel
+    from transformers import CLIPModel, SiglipModel
+    from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
+
+
+class AttentionPool(NamedTuple):
+    """SigLIP's readout: attention from one learned query to all tokens, then an MLP beside it. It is frozen."""
+
+    query: Tensor  # [heads, head size], projected
+    key_value: Affine
+    out: Affine
+    norm: Affine
+    fc1: Affine
+    fc2: Affine
+    eps: float
+    activation: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, head: SiglipMultiheadAttentionPoolingHead, heads: int, eps: float) -> AttentionPool:
+        attention, width = head.attention, head.probe.shape[-1]
+        weight, bias = attention.in_proj_weight.detach(), attention.in_proj_bias.detach()
+        query = F.linear(head.probe.detach().flatten(), weight[:width], bias[:width]).view(heads, -1)
+        inner, outer = affine_of(head.mlp.fc1), affine_of(head.mlp.fc2)
+        key_value = (weight[width:], bias[width:])
+        out, norm = affine_of(attention.out_proj), affine_of(head.layernorm)
+        return cls(query, key_value, out, norm, inner, outer, eps, head.mlp.activation_fn)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[clients, examples, width] of [clients, examples, tokens, width]."""
+        heads, rows = len(self.query), x.shape[:2]
+        key, value = torch.unflatten(F.linear(x, *self.key_value), -1, (2, heads, -1)).permute(3, 0, 1, 4, 2, 5)
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+        query = self.query[None, :, None].expand(len(key), -1, -1, -1)
+        mixed = F.linear(torch.unflatten(attend(query, key, value).flatten(1), 0, rows), *self.out)
+        normed = F.layer_norm(mixed, mixed.shape[-1:], *self.norm, self.eps)
+        return mixed + F.linear(self.activation(F.linear(normed, *self.fc1)), *self.fc2)
+
+    def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> AttentionPool:
+        return self._replace(
+            query=moved(self.query, dtype, device),
+            key_value=affine_to(self.key_value, dtype, device),
+            out=affine_to(self.out, dtype, device),
+            norm=affine_to(self.norm, dtype, device),
+            fc1=affine_to(self.fc1, dtype, device),
+            fc2=affine_to(self.fc2, dtype, device),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ImageLayers:
     layers: tuple[Layer, ...]
     norm: Affine  # after the last layer
-    projection: Tensor  # [dim, width]
+    projection: Tensor | None  # [dim, width]; None: of a pool
     heads: int
     eps: float
     activation: Callable[[Tensor], Tensor]
+    pool: AttentionPool | None = None  # SigLIP's: what is read of the tokens; None: the class token
 
     @classmethod
     def of(cls, model: CLIPModel, layers: int = 0) -> ImageLayers:
@@ -65,20 +111,30 @@ class ImageLayers:
         )
         return whole.last(layers)
 
+    @classmethod
+    def of_siglip(cls, model: SiglipModel) -> ImageLayers:
+        """All layers of a Hugging Face SiglipModel's image tower."""
+        vision = model.vision_model
+        heads, eps = vision.config.num_attention_heads, vision.config.layer_norm_eps
+        activation = fast_activation(vision.encoder.layers[0].mlp.activation_fn)[0]
+        pool = AttentionPool.of(vision.head, heads, eps)
+        return cls(layers_of(vision.encoder), affine_of(vision.post_layernorm), None, heads, eps, activation, pool)
+
     def last(self, layers: int) -> ImageLayers:
         """The last `layers` layers, for activations hidden@−layers; 0: all, for hidden@0."""
         return replace(self, layers=self.layers[-layer_count(layers, len(self.layers), "image") :])
 
     @property
     def width(self) -> int:
-        return int(self.projection.shape[1])
+        return len(self.norm[0])
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> ImageLayers:
         return replace(
             self,
             layers=tuple(layer.to(dtype, device) for layer in self.layers),
             norm=affine_to(self.norm, dtype, device),
-            projection=self.projection.to(dtype=dtype or self.projection.dtype, device=device),
+            projection=None if self.projection is None else moved(self.projection, dtype, device),
+            pool=None if self.pool is None else self.pool.to(dtype, device),
         )
 
     def features(
@@ -95,18 +151,21 @@ class ImageLayers:
         activations'.
 
         lora: low-rank changes of the last layers, named as in `layers.py` (`image.0.q.A`, …); other names are ignored.
-        tokens [clients or 1, depth, n, width]: n more tokens after the class token, replaced by new ones at each of the
+        tokens [clients or 1, depth, n, width]: n more tokens after the first one, replaced by new ones at each of the
         first `depth` layers; later layers use the output for the last ones. They have no position embedding, so their
         order does not matter.
         beside: a function whose result is added to each layer's output (see `layers.py`).
-        every: the embeddings of all tokens, [clients, examples, 1 + n + patches, dim].
+        every: the embeddings of all tokens, [clients, examples, 1 + n + patches, dim]; not with a pool.
         """
-        x, last = hidden.to(self.projection), len(self.layers) - 1
-        changes = low_rank_changes(lora, "image", len(self.layers), scale, self.projection)
+        x, last = hidden.to(self.norm[0]), len(self.layers) - 1
+        changes = low_rank_changes(lora, "image", len(self.layers), scale, x)
         for i, (layer, change) in enumerate(zip(self.layers, changes, strict=True)):
             if tokens is not None and i < tokens.shape[1]:
                 x = insert_tokens(x, tokens[:, i].to(x), tokens.shape[2] if i else 0)
-            x = self._layer(i, layer, x, change, beside, i == last and not every)
+            x = self._layer(i, layer, x, change, beside, i == last and not every and not self.pool)
+        if self.pool:
+            return self.pool(self._norm(x, self.norm)).to(hidden.dtype)
+        assert self.projection is not None
         state = x if every else x[:, :, 0]
         return F.linear(self._norm(state, self.norm), self.projection).to(hidden.dtype)
 

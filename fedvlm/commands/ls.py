@@ -1,4 +1,4 @@
-"""`fedvlm ls methods|presets|adapters|local|merges|metrics|engines|data`"""
+"""`fedvlm ls methods|presets|adapters|local|merges|metrics|engines|data|backbones|runs`"""
 
 from __future__ import annotations
 
@@ -19,8 +19,32 @@ def main(args: argparse.Namespace) -> None:
         console.note("put a method on one: fedvlm run ga on=unet")
     elif args.what == "data":
         list_data()
+    elif args.what == "backbones":
+        list_backbones(known)
+    elif args.what == "runs":
+        list_runs()
     else:
         list_parts(known, KINDS[args.what])
+
+
+def list_runs() -> None:
+    """Those in the folder of runs, with their last scores."""
+    from fedvlm.evaluate.protocols import target
+    from fedvlm.folder import find
+    from fedvlm.machine import runs_home
+    from fedvlm.records import value_of
+
+    lines = []
+    for run in find([str(runs_home())]):
+        record = run.record
+        last = record.result.last if record.result else None
+        shared = (last or {}).get("shared", {}).get("test")
+        scores = [value_of(last, "G"), shared, value_of(last, "P")] if last else [None] * 3
+        state = str(last["round"]) if last else "not finished"
+        about = [record.method.label, record.data.name, record.backbone.name, target(record), str(record.seed), state]
+        lines.append([*about, *("–" if s is None else f"{100 * s:.1f}" for s in scores), run.folder.name])
+    console.rows(["method", "data", "backbone", "held out", "seed", "rounds", "G", "S", "P", "folder"], lines)
+    console.note(f"in {runs_home()} (FEDVLM_RUNS); `fedvlm compare` makes a table of them, `fedvlm show RUN` one run's")
 
 
 def list_methods(known: Catalogue) -> None:
@@ -35,6 +59,16 @@ def list_data() -> None:
         "or data=FOLDER of domain/class/image or class/image (classes), of site/image/… and site/mask/… (masks), "
         "a .jsonl[.gz] file of {role, text} (next characters), or a .safetensors file of embeddings"
     )
+
+
+def list_backbones(known: Catalogue) -> None:
+    whole = set.union(*({a.split()[0] for a in b.adapters} for b in known.backbones))
+    for b in known.backbones:
+        console.line(f"{b.name}: backbone={b.how}")
+        missing = sorted(whole - {a.split()[0] for a in b.adapters})
+        listed = f"all but {', '.join(missing)}" if len(missing) < len(b.adapters) else ", ".join(b.adapters)
+        console.note(f"  adapters: {listed if missing else 'all'}")
+    console.note("weights are read from .safetensors only; docs/backbones.md says where models come from")
 
 
 def emoji_counts() -> list[str]:

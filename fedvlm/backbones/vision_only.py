@@ -1,0 +1,76 @@
+"""Image encoders without a text tower, in Hugging Face format: ViT, DINOv2, DINOv3 and others. Never fitted to class names,
+they suit linear heads and other adapters on embeddings that start from random classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.backbones.base import RAW, ViewFormat
+from fedvlm.backbones.hf import HuggingFaceModel, Processor
+from fedvlm.backbones.model_folder import loading, read_config
+from fedvlm.core import FedvlmError
+from fedvlm.names import printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
+
+# vision-only encoders by what of their output is the embedding: the class token, or what the model itself pools
+CLASS_TOKEN = ("vit", "deit", "beit", "data2vec-vision", "vit_msn", "dinov2", "dinov2_with_registers", "dinov3_vit")
+POOLED = ("clip_vision_model", "siglip_vision_model", "dinov3_convnext")
+
+
+class Vision(HuggingFaceModel["PreTrainedModel"]):
+    """A vision-only encoder (ViT, DINOv2, DINOv3, …)."""
+
+    kind = "AutoModel"
+    views: ClassVar[tuple[str, ...]] = ("embedding", RAW)
+    towers: ClassVar[tuple[str, ...]] = ()
+    has_texts = False
+
+    def __init__(self, name: str, folder: Path):
+        super().__init__(name, folder)
+        config = read_config(folder)
+        kind = config.get("model_type", "")
+        if kind not in (*CLASS_TOKEN, *POOLED):
+            raise FedvlmError(
+                f"backbone={name}: model_type={printable(kind, 40)} is not known here; Hugging Face models can be clip, "
+                f"siglip, {', '.join((*CLASS_TOKEN, *POOLED))}, and any other one onnx:FILE or python:module:function"
+            )
+        self.pooled = kind in POOLED
+        sizes = config.get("hidden_sizes") or [config.get("hidden_size", 0)]
+        self.dim = int(sizes[-1])
+        self.scale = 20.0  # such a model has no logit scale; this value is our choice
+        if not self.dim:
+            raise FedvlmError(f"backbone={name}: its config.json names no hidden_size; is it an image encoder?")
+
+    @cached_property
+    def processor(self) -> Processor:
+        from transformers import AutoImageProcessor
+
+        with loading(self.folder):
+            found = AutoImageProcessor.from_pretrained(self.folder, backend="pil", trust_remote_code=False)
+        return cast(Processor, found)
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        return F.normalize(self.encode(images, RAW), dim=-1)
+
+    def view_format(self, view: str) -> ViewFormat | None:
+        return ViewFormat((self.dim,)) if view in ("embedding", RAW) else None
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
+        """Its only further view: raw."""
+        output = self.model(pixel_values=self.pixels(images))
+        found: Tensor = output.pooler_output if self.pooled else output.last_hidden_state[:, 0]
+        return found.cpu()
+
+    def texts(self, phrases: Sequence[str]) -> Tensor | None:
+        return None
