@@ -1,9 +1,8 @@
-"""Using what was learned: predictions from a run or an exported folder, and the export itself."""
+"""Using what was learned: predictions with a run's models. Exported folders: export/folder.py."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,17 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 
-from fedvlm import backbones, files, own
-from fedvlm.adapters.base import Adapter, HasLinearForm, Task
-from fedvlm.backbones.base import Backbone, encode_view, tower_of
-from fedvlm.config import Config, Setup
+from fedvlm import backbones, console
+from fedvlm.backbones.base import Backbone, encode_view
 from fedvlm.core import Params, State, with_client_axis
 from fedvlm.data.images import decode, read_file, too_many
-from fedvlm.data.pool import class_phrases
-from fedvlm.data.store import text_embeddings
+from fedvlm.data.pool import task_of
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.folder import RunFolder
@@ -30,23 +24,12 @@ from fedvlm.local.model import Model
 from fedvlm.method import Method
 from fedvlm.names import file_name, printable
 from fedvlm.parts import AXES
-from fedvlm.records import ExportRecord, read_text
+from fedvlm.records import RoundRecord, Scores
 from fedvlm.tasks import SEGMENTATION
-from fedvlm.trust import PREDICTS, admitted
+from fedvlm.trust import PREDICTS
 
 Picture = str | Path | Image.Image
-TEXT = "task.text"  # in adapter.safetensors: the class embeddings, beside the adapter's parameters
-EXAMPLE = '''"""Load this folder and classify images: python example.py image.jpg …"""
-
-import sys
-from pathlib import Path
-
-import fedvlm
-
-model = fedvlm.load(Path(__file__).parent)
-for path, (name, probability) in zip(sys.argv[1:], model.predict(sys.argv[1:])):
-    print(path, name, round(probability, 3))
-'''
+FAR_BELOW = 0.1  # of the test score: more than expected from one model for all clients instead of one for each
 
 
 @dataclass
@@ -87,15 +70,22 @@ class Predictor:
 
     def predict(self, images: Picture | Sequence[Picture], batch: int = 64) -> list[tuple[str, float]]:
         """(class, probability) for each image or path; for segmentation, the share of the image inside the mask."""
+        return [found[0] for found in self.top(images, 1, batch)]
+
+    def top(
+        self, images: Picture | Sequence[Picture], count: int = 5, batch: int = 64
+    ) -> list[list[tuple[str, float]]]:
+        """For each image or path the most probable classes, best first: (class, probability)."""
         given = [images] if isinstance(images, str | Path | Image.Image) else list(images)
-        out: list[tuple[str, float]] = []
+        out: list[list[tuple[str, float]]] = []
         for part in in_batches(map(opened, given), batch):
             found = self.probabilities(part)
             if self.model.adapter.task_type is SEGMENTATION:
-                out += [("inside", float(p)) for p in (found > 0.5).float().mean((-2, -1))]
+                out += [[("inside", float(p))] for p in (found > 0.5).float().mean((-2, -1))]
                 continue
-            best = found.max(-1)
-            out += [(self.classes[c], float(p)) for p, c in zip(best.values, best.indices, strict=True)]
+            best = found.topk(min(count, len(self.classes)), dim=-1)
+            for values, places in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                out.append([(self.classes[c], p) for c, p in zip(places, values, strict=True)])
         return out
 
 
@@ -130,14 +120,20 @@ def from_run(run: RunFolder, client: str = "", backbone: Backbone | None = None,
         raise FedvlmError(f"{run.folder} learned to continue text; predict and export are for images")
     if record.backbone.name == "embeddings":
         raise FedvlmError(f"{run.folder} was trained on given embeddings; use run.parameters() with your own encoder")
+    if setup.config.centre == "own":
+        raise FedvlmError(
+            f"{run.folder} was trained with centre=own, and one image has no mean to take off; use centre=none"
+        )
+    if not client and (doubt := far_below(recorded_scores(run))):
+        held_out = record.result.unseen if record.result else record.unseen
+        able = [printable(c) for c in record.clients if c not in held_out]
+        names = ", ".join(able[:3]) + (", …" if len(able) > 3 else "")
+        console.warn(f"{run.folder}: {doubt}; for one of those give --client NAME (in Python: client=NAME), of {names}")
     state, round = saved
     encoder = backbone or backbones.load(setup.config.backbone)
     check_fingerprint(encoder, record.backbone.fingerprint, str(run.folder))
     with fitting_together(run.folder):
-        phrases = class_phrases(setup.config.template, record.data.classes)
-        text = text_embeddings(encoder, list(phrases)) if encoder.dim else None
-        tower = tower_of(encoder, setup.adapter.requires)
-        task = Task(tuple(record.data.classes), text, encoder.dim, encoder.scale, tower, phrases=phrases)
+        task = task_of(encoder, record.data.classes, setup.config.template, setup.adapter.requires)
         task = task._replace(nouns=tuple(record.data.nouns))
         method = Method.build(setup.adapter, setup.local, setup.merge, task, setup.config.seed)
     check_state(state, method, run.folder / "state.safetensors")
@@ -152,6 +148,30 @@ def from_run(run: RunFolder, client: str = "", backbone: Backbone | None = None,
     method = method.for_message(message)
     params = method.or_shared(row, method.local.personal(row, with_client_axis(message.shared)))
     return Predictor(encoder, method.model, {k: v[0] for k, v in params.items()}, client or "shared")
+
+
+def recorded_scores(run: RunFolder) -> Scores:
+    """The test score of each view that the run recorded last; {} where none is recorded."""
+    result = run.record.result
+    rounds: list[RoundRecord] = [result.last] if result else [r for r in run.rounds() if "personal" in r]
+    found: Scores = {}
+    for view in ("shared", "personal", "newcomer") if rounds else ():
+        scores: Scores = rounds[-1].get(view) or {}  # type: ignore[assignment]
+        found |= {view: scores["test"]} if "test" in scores else {}
+    return found
+
+
+def far_below(scores: Scores) -> str:
+    """A sentence where the shared model is far below the clients' own ones; "" where it is not."""
+    shared, personal = scores.get("shared"), scores.get("personal")
+    if shared is None or personal is None or personal - shared <= FAR_BELOW:
+        return ""
+    newcomer = scores.get("newcomer")
+    new = "" if newcomer is None else f" (and {100 * newcomer:.1f} % on those of clients that nobody trained on)"
+    return (
+        f"this is the shared model, which scores {100 * shared:.1f} % on the clients' test images{new}, and their own "
+        f"models score {100 * personal:.1f} %"
+    )
 
 
 @contextlib.contextmanager
@@ -219,78 +239,10 @@ def private_row(run: RunFolder, state: State, client: str, round: int) -> Params
     return with_client_axis(state.private)
 
 
-def export(
-    run: RunFolder, folder: Path, client: str = "", backbone: Backbone | None = None, trusted: bool = False
-) -> list[str]:
-    """Writes a folder that needs no run: the adapter, its settings and code, and an example; returns the files' names."""
-    predictor = from_run(run, client, backbone, trusted)
-    record, task = run.record, predictor.model.task
-    about = ExportRecord(
-        adapter=record.adapter,
-        classes=list(task.classes),
-        nouns=list(task.nouns),
-        phrases=list(task.phrases),
-        dim=task.dim,
-        scale=task.scale,
-        backbone=record.backbone,
-        whose=predictor.whose,
-        method=record.method,
-        identity=record.identity,
-        versions=record.versions,
-    )
-    written = ["config.json", "adapter.safetensors", "example.py"]
-    with files.writing(folder):
-        if folder.exists() and any(folder.iterdir()):
-            raise FedvlmError(f"{folder} is not empty; export to a new folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write(folder / "config.json", about.to_json())
-        frozen = {} if task.text is None else {TEXT: task.text.contiguous()}
-        params = save({k: v.contiguous() for k, v in predictor.params.items()} | frozen)
-        files.write(folder / "adapter.safetensors", params, private=bool(client))
-        files.write(folder / "example.py", EXAMPLE)
-        if record.adapter.code:
-            own.stored(run.folder / "code" / "adapter", record.adapter.code).write(folder / "code" / "adapter")
-            written.append("code/adapter")
-        if isinstance(predictor.model.adapter, HasLinearForm):
-            weight = predictor.model.adapter.to_linear(task, predictor.params)
-            meta = {"classes": json.dumps(task.classes), "use": "logits = normalised image embedding @ weight.T"}
-            content = save({"weight": weight.contiguous()}, meta)
-            files.write(folder / "classifier.safetensors", content, private=bool(client))
-            written.append("classifier.safetensors")
-    return written
-
-
-def load(folder: str | Path, backbone: Backbone | None = None, trusted: bool = False) -> Predictor:
-    """What `export` wrote, ready to predict; `backbone` replaces the recorded one, which must have the same weights."""
-    folder = Path(folder)
-    weights = folder / "adapter.safetensors"
-    try:
-        about = ExportRecord.from_json(read_text(folder / "config.json"))
-    except (OSError, ValueError) as error:
-        raise FedvlmError(
-            f"{folder} is no exported model of this version of fedvlm ({printable(error, 200)})"
-        ) from error
-    adapter = adapter_of(about, folder, backbone is None, trusted)
-    encoder = backbone or backbones.load(about.backbone.name)
-    check_fingerprint(encoder, about.backbone.fingerprint, str(folder))
-    try:
-        params = load_file(weights)
-    except (OSError, SafetensorError) as error:
-        raise FedvlmError(f"{weights} is damaged ({printable(error, 200)}); export the run again") from error
-    text = params.pop(TEXT, None)
-    if text is not None:
-        check_params({TEXT: text}, {TEXT: torch.empty(len(about.classes), about.dim)}, str(weights))
-    with fitting_together(folder):
-        tower = tower_of(encoder, adapter.requires)
-        task = Task(tuple(about.classes), text, about.dim, about.scale, tower)
-        task = task._replace(nouns=tuple(about.nouns), phrases=tuple(about.phrases))
-        expected = adapter.init(task, 0)
-    check_params(params, expected, str(weights))
-    return Predictor(encoder, Model(adapter, task), params, about.whose)
-
-
-def adapter_of(about: ExportRecord, folder: Path, with_backbone: bool, trusted: bool) -> Adapter:
-    part = about.adapter
-    codes = {"adapter": own.stored(folder / "code" / "adapter", part.code)} if part.code else {}
-    setup = Setup(about.method, Config(backbone=about.backbone.name), {"adapter": part}, codes=codes)
-    return admitted(setup, folder, trusted, PREDICTS if with_backbone else AXES).adapter
+def private_rows(run: RunFolder, state: State, round: int) -> Params:
+    """The rows of all clients."""
+    names, together = run.record.clients, run.folder / "rows.bin"
+    if together.exists():
+        return Rows(state.private, len(names), together).read(np.arange(len(names)), round)
+    rows = [private_row(run, state, name, round) for name in names]
+    return {k: torch.cat([row[k] for row in rows]) for k in state.private}

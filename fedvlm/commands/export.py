@@ -1,4 +1,4 @@
-"""`fedvlm export RUN [--out FOLDER] [--client NAME] [--trust]`"""
+"""`fedvlm export RUN [--out FOLDER] [--client NAME] [--with-backbone] [--onnx] [--trust]`"""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from fedvlm.names import file_name
 
 
 def main(args: argparse.Namespace) -> None:
+    run = only_run(args)
+    name = f"export-{file_name(args.client)}" if args.client else "export"
+    folder = Path(args.out) if args.out else run.folder / name
+    written = run.export(folder, args.client, with_backbone=args.with_backbone, onnx=args.onnx)
+    console.line(f"{folder}: {', '.join(written)}")
+
+
+def only_run(args: argparse.Namespace) -> api.Run:
     found = api.runs(args.run, trust=args.trust)
     if len(found) > 1:
         raise FedvlmError(f"{args.run} holds {len(found)} runs; give one of them, such as {found[0].folder}")
-    name = f"export-{file_name(args.client)}" if args.client else "export"
-    folder = Path(args.out) if args.out else found[0].folder / name
-    written = found[0].export(folder, args.client)
-    console.line(f"{folder}: {', '.join(written)}")
+    return found[0]

@@ -1,4 +1,4 @@
-"""`fedvlm predict RUN IMAGE|FOLDER … [--client NAME] [--trust]`"""
+"""`fedvlm predict RUN|EXPORT IMAGE|FOLDER … [--client NAME] [--top 5] [--out FILE] [--backbone PLACE] [--trust]`"""
 
 from __future__ import annotations
 
@@ -17,26 +17,36 @@ BATCH = 64
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.top < 1:
+        raise FedvlmError(f"--top {args.top}: give 1 or more classes")
     paths = images_in(args.images)
-    exported = (Path(args.run) / "adapter.safetensors").is_file()
-    if exported:
-        model = api.load(args.run, trust=args.trust)
-    else:
-        model = api.runs(args.run, trust=args.trust)[0].predictor(args.client)
+    model = model_of(args)
     lines: list[list[str]] = []
     with console.progress("predicting", len(paths)) as update:
         for first in range(0, len(paths), BATCH):
             part = paths[first : first + BATCH]
-            found = zip(part, model.predict(part), strict=True)
-            lines += [[str(p), name, f"{probability:.3f}", model.whose] for p, (name, probability) in found]
-            update(len(lines), "")
+            for path, best in zip(part, model.top(part, args.top), strict=True):
+                lines += [[str(path), name, f"{probability:.3f}", model.whose] for name, probability in best]
+            update(first + len(part), "")
     segments = model.model.adapter.task_type is SEGMENTATION
     columns = ["image", "class", "share" if segments else "probability", "model"]
     console.rows(columns, lines)
     if args.masks:
         write_masks(model, paths, Path(args.masks))
-    if args.csv:
-        write_rows(args.csv, columns, lines)
+    if args.out or args.csv:
+        write_rows(args.out or args.csv, columns, lines)
+
+
+def model_of(args: argparse.Namespace) -> Predictor:
+    backbone = args.backbone or None
+    if not (Path(args.run) / "adapter.safetensors").is_file():
+        return api.runs(args.run, trust=args.trust)[0].predictor(args.client, backbone)
+    model = api.load(args.run, backbone, trust=args.trust)
+    if args.client not in ("", model.whose):
+        raise FedvlmError(
+            f"--client {args.client}: this export holds one model ({model.whose}); export the run again with --client"
+        )
+    return model
 
 
 def images_in(given: list[str]) -> list[Path]:

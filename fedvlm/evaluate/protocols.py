@@ -1,6 +1,7 @@
 """Leave-one-domain-out (FedOT §5.1): a[i][j] is the accuracy on domain j of the run that held domain i out.
 
-G is the mean of the diagonal (the shared model on a domain nobody trained on), P of the rest (personal models), C of all.
+G is the mean of the diagonal (the shared model on a domain nobody trained on), P of the rest (personal models), C of all;
+S is P's counterpart of the shared model: its mean on the clients that train.
 A single run is one row of that matrix, and its G, P and C are computed in the same way. Of a base-to-novel run, the four
 measures are taken as recorded.
 """
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 from fedvlm.config import OPEN
 from fedvlm.records import MEASURES, Number, RunRecord, Scores, Select, value_of
 
+View = Literal["shared", "personal"]
 Entry = tuple[float, bool]  # test accuracy (NaN where there is no such model), and whether nobody trained on it
 
 
@@ -22,23 +25,26 @@ def target(record: RunRecord) -> str:
     return "+".join(record.unseen) or "nobody"
 
 
-def row(record: RunRecord, select: Select = "last") -> dict[str, Entry]:
+def row(record: RunRecord, select: Select = "last", view: View = "personal") -> dict[str, Entry]:
     """One run's row of the matrix: domain → the shared model's accuracy where it was held out, otherwise that of its
-    clients' personal models (on the split that personal_split= says)."""
+    clients' personal models, or of the shared one (on the split that personal_split= says)."""
     scored, unseen = record.finished.at(select), set(record.finished.unseen)
     personal = "val" if record.config.get("personal_split") == "val" else "test"
     found: dict[str, list[float]] = defaultdict(list)
     held: dict[str, bool] = {}
     for name, views in scored.get("clients", {}).items():
-        view = views.get("shared") if name in unseen else views.get("personal")
+        scores = views.get("shared" if name in unseen else view)
         domain = record.homes.get(name, name)
         held[domain] = name in unseen
-        if view is None:  # no such model
+        if scores is None:  # no such model
             found[domain].append(math.nan)
-        elif (score := view["test" if name in unseen else personal]) is not None:  # None: a client without such images
+        elif (
+            score := scores["test" if name in unseen else personal]
+        ) is not None:  # None: a client without such images
             found[domain].append(score)
     if not found:  # too many clients to be recorded one by one
-        found = {"held out": [or_nan(scored.get("G"))] * bool(unseen), "clients": [or_nan(scored.get("P"))]}
+        whole = scored.get("P") if view == "personal" else scored.get("shared", {}).get(personal)
+        found = {"held out": [or_nan(scored.get("G"))] * bool(unseen), "clients": [or_nan(whole)]}
         held = {"held out": True, "clients": False}
     return {d: (mean(v), held[d]) for d, v in found.items() if v}
 
@@ -81,13 +87,15 @@ def measured(records: list[RunRecord], select: Select = "last") -> Scores:
 
 
 def by_seed(records: list[RunRecord], select: Select = "last") -> dict[int, Scores]:
-    """G, P, C (and of base-to-novel its measures) for each seed that was run on every target."""
+    """G, S, P, C (and of base-to-novel its measures) for each seed that was run on every target."""
     seeds: dict[int, dict[str, RunRecord]] = defaultdict(dict)
     for record in records:
         seeds[record.seed][target(record)] = record
     targets = {target(r) for r in records}
     return {
-        s: summary([row(r, select) for r in runs.values()]) | measured(list(runs.values()), select)
+        s: summary([row(r, select) for r in runs.values()])
+        | {"S": summary([row(r, select, "shared") for r in runs.values()])["P"]}
+        | measured(list(runs.values()), select)
         for s, runs in sorted(seeds.items())
         if runs.keys() == targets
     }
