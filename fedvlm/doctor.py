@@ -12,6 +12,15 @@ from typing import Literal, NamedTuple
 
 from fedvlm.machine import cache_home, cores, runs_home
 
+EXTRAS = (
+    ("report", "jinja2"),
+    ("onnx", "onnxruntime"),
+    ("dp", "dp-accounting"),
+    ("secure", "cryptography"),
+    ("nvflare", "nvflare"),
+    ("search", "optuna"),
+    ("tracking", "tensorboard"),
+)  # and a package of each
 MINIMUM_SPACE = 1 << 30  # bytes
 
 
@@ -97,7 +106,7 @@ def _threads() -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, package in (("report", "jinja2"), ("onnx", "onnxruntime")):
+    for extra, package in EXTRAS:
         if _version(package):
             yield Finding("ok", f"extra {extra} ({package} {_version(package)})")
         else:

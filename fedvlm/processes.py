@@ -17,6 +17,7 @@ from typing import Protocol
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
+from fedvlm.interrupts import held, stoppable
 from fedvlm.machine import cores
 from fedvlm.planning import Job
 from fedvlm.records import RoundRecord
@@ -39,7 +40,18 @@ class RunsFailed(FedvlmError):
 
 
 def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
-    """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end."""
+    """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end. Ctrl-C
+    ends those under way and starts no other."""
+    with stoppable() as check:
+
+        def tell(i: int, record: RoundRecord | None, error: str) -> None:
+            check()
+            report(i, record, error)
+
+        return _run_all(jobs, at_once, pools, tell)
+
+
+def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
     if len(jobs) == 1:
         ((setup, folder),) = jobs
         return [train(setup, pools.load(setup), folder, lambda record: report(0, record, ""))]
@@ -48,7 +60,7 @@ def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> 
     def ended(i: int, error: str) -> None:
         report(i, None, error)
         if error:
-            failed[i] = f"{jobs[i].folder.name}: {error}"
+            failed[i] = error
 
     at_once = at_once or cores()
     if at_once == 1:
@@ -58,9 +70,17 @@ def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> 
         _in_processes(jobs, min(at_once, MOST), report, ended)
     finished = [RunFolder(job.folder) for i, job in enumerate(jobs) if i not in failed]
     if failed:
-        text = f"{len(failed)} of {len(jobs)} runs failed:\n  " + "\n  ".join(list(failed.values())[:10])
-        raise RunsFailed(text, finished)
+        raise RunsFailed(f"{len(failed)} of {len(jobs)} runs failed:\n  {reasons(jobs, failed)}", finished)
     return finished
+
+
+def reasons(jobs: list[Job], failed: dict[int, str]) -> str:
+    """What went wrong, each thing once, with the runs that it happened to."""
+    by_error: dict[str, list[str]] = {}
+    for i, error in failed.items():
+        by_error.setdefault(error, []).append(jobs[i].folder.name)
+    lines = [f"{', '.join(n[:3])}{f' and {len(n) - 3} more' * (len(n) > 3)}: {error}" for error, n in by_error.items()]
+    return "\n  ".join(lines[:10])
 
 
 def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
@@ -119,7 +139,7 @@ class _Process:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.child = context.Process(target=_serve, args=(theirs,))
-        with _main_hidden():
+        with _main_hidden(), held():  # Ctrl-C while it imports torch would print a traceback
             self.child.start()
         theirs.close()  # the child alone holds it now, so the pipe ends when the child does
 

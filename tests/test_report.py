@@ -35,9 +35,11 @@ from fedvlm.records import (
 )
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
+from fedvlm.report.gains import against
 from fedvlm.report.page import page
 from fedvlm.report.table import Table
-from fedvlm.report.tables import against, latex, settings, summarise, write_csv
+from fedvlm.report.tables import settings, summarise
+from fedvlm.report.written import latex, write_csv
 
 DOMAINS = ("art", "photo", "sketch")
 
@@ -227,7 +229,9 @@ def test_settings_of_the_same_name_in_two_parts_are_both_compared(tmp_path: Path
     both = replace(record, merge=PartRecord("own.py", {"lr": 0.7}))
     assert settings(both)["lr"] == 0.1 and settings(both)["merge.lr"] == 0.7
     assert (
-        settings(both)["data"] == "f" and settings(both)["backbone"] == "tiny@1" and settings(both)["merge"] == "own.py"
+        settings(both)["data"] == "toy@f"
+        and settings(both)["backbone"] == "tiny@1"
+        and settings(both)["merge"] == "own.py"
     )
 
 
@@ -240,7 +244,7 @@ def test_published_numbers_come_from_the_record(tmp_path: Path) -> None:
     assert table.rows[1]["paper G/P/C"] == "90.50 / 91.00 / –" and "paper G/P/C" not in table.rows[0]
     assert table.values[1]["paper_G"] == 90.5 and "paper_hm" not in table.values[1]
     assert table.notes[-1].endswith("are no target: Someone 2025, Table 1")
-    write_csv(table, tmp_path / "t.csv")
+    write_csv({"": table}, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open() as file:
         first, second = csv.DictReader(file)
     assert (first["paper_G"], second["paper_G"], second.get("paper_C", "")) == ("", "90.5", "")
@@ -259,7 +263,7 @@ def test_further_metrics_are_columns(tmp_path: Path) -> None:
     ]
     assert table.values[0]["ece"] == 25 and table.values[0]["ece_pooled"] == 12.5 and table.values[1]["ece"] is None
     assert any(n.startswith("ece, metrics.seconds: personal models") for n in table.notes)
-    write_csv(table, tmp_path / "t.csv")
+    write_csv({"": table}, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open() as file:
         first, second = csv.DictReader(file)
     assert (first["ece"], first["ece_pooled"], second["ece"], second["ece_pooled"]) == ("25.0", "12.5", "", "")
@@ -270,10 +274,12 @@ def test_further_metrics_are_columns(tmp_path: Path) -> None:
 
 def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
     table = summarise([write(tmp_path, "fedavg", "art")])
-    assert table.columns == ["method", "G", "P", "C", "MB up/round", "shared", "private", "seconds"]
-    assert len(table.notes) == 3 and not any("pooled" in k for k in table.values[0])
-    write_csv(table, tmp_path / "t.csv")
-    names = "method,G,P,C,G_std,P_std,C_std,seeds,runs,up_mb,down_mb,shared,private,seconds,worst,best,gap_variance"
+    assert table.columns == ["method", "G", "S", "P", "C", "MB up/round", "shared", "private", "seconds"]
+    assert len(table.notes) == 4 and not any("pooled" in k for k in table.values[0])
+    write_csv({"": table}, tmp_path / "t.csv")
+    names = (
+        "method,G,S,P,C,G_std,S_std,P_std,C_std,seeds,runs,up_mb,down_mb,shared,private,seconds,worst,best,gap_variance"
+    )
     head, row = (tmp_path / "t.csv").read_text().splitlines()
     assert head == names and row.split(",")[-10:] == ["1", "1", "0.0015", "0.0005", "4", "0", "1.0", "", "", ""]
 
@@ -285,7 +291,7 @@ def test_methods_are_compared_with_the_frozen_model(tmp_path: Path) -> None:
         "fedot beats zero-shot by more than two standard errors (C +35.0 ± 0.0, 2 seeds)",
     ]
     assert against(summarise([write(tmp_path / "one", "fedavg", "art")])) == []
-    assert r"fedot & \textbf{76.50 $\pm$ 0.71} &" in latex(table)
+    assert r"fedot & \textbf{76.50 $\pm$ 0.71} &" in latex({"": table})
 
 
 def test_runs_of_the_first_format_give_the_same_table(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fedvlm import api
+from fedvlm import api, console
 from fedvlm.commands.output import run_and_show
 from fedvlm.config import key_values
 
@@ -12,5 +12,9 @@ from fedvlm.config import key_values
 def main(args: argparse.Namespace) -> None:
     methods = [w for w in args.words if "=" not in w]
     pools = api.new_pools()
-    setups = api.bench_setups(methods, dict(key_values([w for w in args.words if "=" in w])), pools)
-    run_and_show(api.plan(setups, pools), setups[0].config.jobs, pools, args)
+    setups, notes = api.compared(methods, dict(key_values([w for w in args.words if "=" in w])), pools)
+    runs = run_and_show(api.plan(setups, pools), setups[0].config.jobs, pools, args, notes)
+    from fedvlm.comparison import next_steps  # imports torch
+
+    for text in next_steps(runs):
+        console.line(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
 from pathlib import Path
 
 from fedvlm import console
@@ -20,6 +21,11 @@ KEYS = {
         Key("images", "str", "", "the folder that the file's paths start from"),
         Key("only", "str", "", "train, val or test"),
     ],
+    "domainnet": [
+        Key("classes", "str", [], "only these; none: FedBN's ten", length=-1),
+        Key("only", "str", "", "train or test"),
+    ],
+    "prostate": [Key("every", "int", 1, "take only every so many slices", range=Range(1))],
 }
 
 
@@ -33,12 +39,6 @@ def main(args: argparse.Namespace) -> None:
         raise FedvlmError(f"{source}: no such file or folder")
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise FedvlmError(f"{out} is there already; give a new place")
-    if args.kind == "leaf":
-        from fedvlm.convert import leaf
-
-        said = leaf.convert(source, out, **given)  # type: ignore[arg-type]
-    else:
-        from fedvlm.convert import coop
-
-        said = coop.convert(source, out, **given)  # type: ignore[arg-type]
+    converter = import_module(f"fedvlm.convert.{args.kind}")
+    said = converter.convert(source, out, **given)
     console.line(f"{out}: {said}")

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from fedvlm.planning import Job
 
 
-def run_and_show(jobs: list[Job], at_once: int, pools: Pools, args: argparse.Namespace) -> None:
-    """Runs them and prints their table; where some fail, the table of the others, and then the error."""
+def run_and_show(
+    jobs: list[Job], at_once: int, pools: Pools, args: argparse.Namespace, notes: Sequence[str] = ()
+) -> Runs:
+    """Runs them and prints their table, with these notes; where some fail, the table of the others, and then the error."""
     from fedvlm.processes import RunsFailed  # imports torch
 
     try:
-        show_table(api.execute(jobs, at_once, pools), args)
+        runs = Runs(api.execute(jobs, at_once, pools).members, notes)
     except RunsFailed as error:
         if error.finished:
-            write_table(Runs([api.Run(folder) for folder in error.finished]), args)
+            write_table(Runs([api.Run(folder) for folder in error.finished], notes), args)
         raise
+    show_table(runs, args)
+    return runs
 
 
 def show_table(runs: Runs, args: argparse.Namespace) -> None:
@@ -42,17 +46,23 @@ def show_table(runs: Runs, args: argparse.Namespace) -> None:
 
 
 def write_table(runs: Runs, args: argparse.Namespace) -> None:
-    """On the screen, and to the files that --csv and --latex ask for."""
-    table = runs.table(getattr(args, "select", "last"))
-    console.show(table)
+    """On the screen, a table for each data set, and to the files that --csv and --latex ask for."""
+    from fedvlm.report.gains import against
+    from fedvlm.report.written import latex, write_csv
+
+    tables = runs.tables(getattr(args, "select", "last"))
+    for title, table in tables.items():
+        if len(tables) > 1:
+            console.line(title, "bold")
+        console.show(table)
+        if len(tables) > 1:
+            for verdict in against(table):
+                console.note(verdict)
+            console.line("")
     if getattr(args, "csv", None):
-        from fedvlm.report.tables import write_csv
-
-        write_csv(table, Path(args.csv))
+        write_csv(tables, Path(args.csv))
     if getattr(args, "latex", None):
-        from fedvlm.report.tables import latex
-
-        files.write(Path(args.latex), latex(table) + "\n")
+        files.write(Path(args.latex), latex(tables) + "\n")
 
 
 def write_rows(path: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

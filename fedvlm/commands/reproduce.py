@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedvlm import console, recipe
 from fedvlm.config import key_values
 from fedvlm.errors import FedvlmError
-from fedvlm.reproduce.manifest import Part, find, parts
+from fedvlm.names import file_name
+from fedvlm.reproduce.manifest import Part, find, members, parts, runnable
 
 if TYPE_CHECKING:
     from fedvlm.reproduce.data import Found
-    from fedvlm.reproduce.run import RowCost
+    from fedvlm.reproduce.run import Planned, RowCost
 
 
 def main(args: argparse.Namespace) -> None:
@@ -26,16 +28,23 @@ def main(args: argparse.Namespace) -> None:
             raise FedvlmError("reproduce: give a paper and a table, such as `fedvlm reproduce fedot 1 data=FOLDER`")
         return list_tables(words[0]) if words else list_papers()
     chosen = find(words[0], words[1], str(given.pop("part", "")))
+    picture = str(given.pop("figure", ""))
     methods = [m for m in str(given.pop("methods", "")).split(",") if m]
     if args.rehearse:
         from fedvlm.reproduce.rehearsal import rehearse
 
+        chosen = [member for p in chosen for member in (members(p) if p.over else [p])]
         part = next((p for p in chosen if p.able), chosen[0])
-        return rehearse(part, lambda found, small: show_part(part, found, small | given, methods, args))
+        return rehearse(part, lambda found, small: show_part(part, found, small | given, methods, args, picture))
     if "data" not in given:
         raise FedvlmError(f"reproduce: give data=FOLDER with {' or '.join(dict.fromkeys(p.data for p in chosen))}")
-    for part, found in located(chosen, str(given.pop("data")), str(given.pop("outsiders", ""))):
-        show_part(part, found, given, methods, args)
+    data, outsiders = str(given.pop("data")), str(given.pop("outsiders", ""))
+    if all(p.over for p in chosen):
+        for part in chosen:
+            show_mean(part, data, outsiders, given, methods, args)
+        return
+    for part, found in located([p for p in chosen if not p.over], data, outsiders):
+        show_part(part, found, given, methods, args, picture)
 
 
 def list_papers() -> None:
@@ -44,6 +53,9 @@ def list_papers() -> None:
         known, title = parts(name), recipe.paper(name).get("title", "")
         rows.append([name, str(len({p.table for p in known})), *counts(known), title])
     console.rows(["paper", "tables", "numbers", "rows", "can be run", "title"], rows)
+    for name in recipe.paper_names():
+        for reason, count in reasons(parts(name)).items():
+            console.note(f"{name}: {count} rows cannot be run: {reason}")
 
 
 def list_tables(paper: str) -> None:
@@ -52,12 +64,21 @@ def list_tables(paper: str) -> None:
         budget = f"{part.keys.get('rounds', '')} × {len(part.keys['seeds'])}"  # type: ignore[arg-type]
         rows.append([part.table, part.name, *counts([part]), budget, part.backbone, part.missing or part.caption])
     console.rows(["table", "part", "numbers", "rows", "can be run", "rounds × seeds", "backbone", ""], rows)
+    for reason, count in reasons(parts(paper)).items():
+        console.note(f"{count} rows cannot be run: {reason}")
 
 
 def counts(known: list[Part]) -> list[str]:
     """Published numbers, rows, and rows that can be run."""
     rows = [r for p in known for r in p.rows]
-    return [str(sum(len(r.numbers) for r in rows)), str(len(rows)), str(sum(len(p.able) for p in known))]
+    return [str(sum(len(r.numbers) for r in rows)), str(len(rows)), str(sum(map(runnable, known)))]
+
+
+def reasons(known: list[Part]) -> Counter[str]:
+    """Why rows cannot be run, and how many."""
+    known = [part for part in known if not part.over]  # their members say why
+    found = [part.missing.partition(";")[0] or row.missing for part in known for row in part.rows]
+    return Counter(filter(None, found))
 
 
 def located(chosen: list[Part], data: str, outsiders: str) -> list[tuple[Part, Found]]:
@@ -79,9 +100,14 @@ def located(chosen: list[Part], data: str, outsiders: str) -> list[tuple[Part, F
 
 
 def show_part(
-    part: Part, found: Found, given: Mapping[str, object], methods: list[str], args: argparse.Namespace
-) -> None:
-    """Checks, costs, runs and compares one part of a table."""
+    part: Part,
+    found: Found,
+    given: Mapping[str, object],
+    methods: list[str],
+    args: argparse.Namespace,
+    picture: str = "",
+) -> list[Planned]:
+    """Checks, costs, runs and compares one part of a table; returns its rows with their runs."""
     from fedvlm import api
     from fedvlm.commands.output import write_rows
     from fedvlm.reproduce import run
@@ -97,16 +123,35 @@ def show_part(
         for p in planned:
             if p.reason:
                 console.note(f"{p.row.title}: {p.reason}")
-        return
+        return planned
     setup = able[0].setup
     problem = run.execute(planned, setup.config.jobs if setup else 0, pools)
+    run.ask(part, planned, found)
     table = run.compared(part, planned, found)
     console.show(table)
+    if part.figure:
+        place = picture or file_name(f"{part.paper} {part.table} {part.name}.png".lower().replace(" ", "-"))
+        run.draw(part, planned, place, pools)
+        console.line(f"{place}: {part.caption}")
     if args.csv:
         columns = list(table.values[0]) if table.values else table.columns
         write_rows(args.csv, columns, [["" if v is None else v for v in row.values()] for row in table.values])
     if problem:
         raise FedvlmError(problem)
+    return planned
+
+
+def show_mean(
+    part: Part, data: str, outsiders: str, given: Mapping[str, object], methods: list[str], args: argparse.Namespace
+) -> None:
+    """The members of a mean over data sets that are in the folder, then their mean."""
+    from fedvlm.reproduce import run
+
+    there = located(members(part), data, outsiders)
+    results = [(member, show_part(member, found, given, methods, args), found) for member, found in there]
+    if not args.dry:
+        console.line(f"{part.title}, {part.name}: {part.caption}", "bold")
+        console.show(run.mean_over(part, results))
 
 
 def show_costs(costs: list[RowCost]) -> None:

@@ -18,9 +18,11 @@ def main(args: argparse.Namespace) -> None:
     pools = api.new_pools()
     if args.dry:
         from fedvlm.commands.plan import show_plan
+        from fedvlm.data.sample import sampled
+        from fedvlm.planning import sketch
 
-        return show_plan(setup, api.encode(setup, pools))
+        return show_plan(setup, sampled(setup, sketch(setup, pools)))
     jobs = api.plan([setup], pools)
     run_and_show(jobs, setup.config.jobs, pools, args)
-    if len(jobs) == 1:
-        console.line(f"run folder: {jobs[0].folder}")
+    where = f"run folder: {jobs[0].folder}" if len(jobs) == 1 else f"{len(jobs)} runs in {jobs[0].folder.parent}"
+    console.line(where)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from fedvlm import api, console, recipe
 from fedvlm.config import key_values
 
-SCORES = ("G", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
+SCORES = ("G", "S", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -18,24 +19,38 @@ def main(args: argparse.Namespace) -> None:
     if args.yaml:
         print(about.to_yaml(), end="")
         return
-    method, lines = about.setup.method, list[list[str]]()
+    method = about.setup.method
     console.line(f"{method.title} {method.paper}")
     console.line(method.idea)
-    home = ""
-    for row in about.keys:
-        if row.home != home:
-            home = row.home
-            lines.append([home if home == "run" else f"{home}={about.setup.parts[home].name}", "", "", ""])
-        lines.append([f"  {row.key.name}", api.shown(row.value), row.origin, row.key.help])
-    console.rows(["key", "value", "from", "meaning"], lines)
+    show_keys(about)
     for data in recipe.published_data(method.name, method.on):
         numbers = recipe.published(method.name, method.on, data)
         shown = ", ".join(f"{k} {v}" for k, v in numbers.items() if k != "source")
         console.note(f"published on {data}: {shown} ({numbers.get('source', '')})")
 
 
+def show_keys(about: api.Description) -> None:
+    lines, home = list[list[str]](), ""
+    for row in about.keys:
+        if row.home != home:
+            home = row.home
+            lines.append([home if home == "run" else f"{home}={about.setup.parts[home].name}", "", "", ""])
+        lines.append([f"  {row.key.name}", api.shown(row.value), row.origin, row.key.help])
+    console.rows(["key", "value", "from", "meaning"], lines)
+
+
+def show_help(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """`fedvlm run METHOD --help`: the command's options, and then every key of the method."""
+    with contextlib.suppress(SystemExit):
+        parser.parse_args([words[0], "--help"])
+    given = key_values([w for w in words[2:] if "=" in w]) if words[0] == "run" else {}
+    show_keys(api.describe(words[1], **given))
+    console.note("docs/keys.md lists the keys of all parts")
+
+
 def show_run(folder: Path) -> None:
     """What was run, what came out, and what the mechanisms of its method did."""
+    from fedvlm.evaluate import questions
     from fedvlm.evaluate.protocols import target
     from fedvlm.folder import RunFolder
     from fedvlm.report.effects import effects
@@ -49,8 +64,11 @@ def show_run(folder: Path) -> None:
     done = "finished" if run.done else "not finished; `fedvlm resume` goes on"
     console.line(f"held out: {held}; {rounds[-1]['round'] if rounds else 0} rounds, {done}")
     last = record.result.last if record.result else (rounds[-1] if rounds else {})
-    scores = {k: v for k, v in last.items() if k in SCORES and isinstance(v, int | float)}
+    named = {"S": last.get("shared", {}).get("test"), **last}
+    scores = {k: v for k in SCORES if isinstance(v := named.get(k), int | float)}
     console.rows(["score", "test, %"], [[k, f"{100 * v:.1f}"] for k, v in scores.items()])
+    if answers := questions.read(folder):
+        console.show(questions.table(answers))
     found = effects(run)
     if found:
         console.rows(

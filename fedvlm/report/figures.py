@@ -27,9 +27,8 @@ from fedvlm import files
 from fedvlm.evaluate.protocols import by_seed, is_base_to_novel
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, RoundRecord, RunRecord, Scores
-from fedvlm.report.tables import grouped
+from fedvlm.report.tables import FROZEN, grouped
 
-FROZEN = "zero-shot"  # the method that is the frozen model
 GAIN_TITLE = "gain over the frozen model"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 AXIS_LABELS = {

@@ -16,13 +16,15 @@ from fedvlm.evaluate.protocols import is_base_to_novel, row, target
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
 from fedvlm.report import fairness
+from fedvlm.report.blocks import blocks
 from fedvlm.report.effects import effects
 from fedvlm.report.figures import DARK, LIGHT, Picture, Theme, drawn, png
+from fedvlm.report.gains import against
 from fedvlm.report.sent import sent
+from fedvlm.report.table import Table
 from fedvlm.report.tables import (
     DASH,
     Groups,
-    against,
     backbone_id,
     format_value,
     grouped,
@@ -31,6 +33,7 @@ from fedvlm.report.tables import (
     split_sizes,
     summarise,
 )
+from fedvlm.units import size
 
 MOST_COLUMNS = 24  # of a matrix of accuracies; wider ones are unreadable and left out
 
@@ -54,14 +57,44 @@ def page(runs: list[RunFolder], path: Path) -> None:
         import jinja2
     except ImportError:
         raise FedvlmError('the HTML page needs jinja2; install it with `pip install "fedvlm[report]"`') from None
-    groups = grouped(runs)
-    table = summarise(runs)
-    base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
+    if not any(r.done for r in runs):
+        grouped(runs)  # says which are not finished
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     # autoescape: names of domains, classes and folders are untrusted text
     engine = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    parts = [block(name, members) for name, members in blocks(runs).items() if any(r.done for r in members)]
     html = engine.get_template("page.html.j2").render(
-        title=heading(groups),
+        title=distinct(part.title for part in parts),
+        blocks=parts,
+        most_columns=MOST_COLUMNS,
+        unfinished=[r.folder.name for r in runs if not r.done],
+    )
+    files.write(path, html)
+
+
+class Block(NamedTuple):
+    """What the page says of one data set with one backbone."""
+
+    title: str
+    facts: dict[str, str]
+    table: Table
+    any_base_to_novel: bool
+    all_base_to_novel: bool
+    verdicts: list[str]
+    scores: dict[str, str]  # theme → picture
+    fairness: dict[str, str]
+    matrices: list[Matrix]
+    traffic: list[dict[str, str]]
+    acted: list[dict[str, str]]
+    sent: list[dict[str, str]]
+    runs: list[dict[str, str]]
+
+
+def block(title: str, runs: list[RunFolder]) -> Block:
+    groups, table = grouped(runs), summarise(runs)
+    base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
+    return Block(
+        title=title,
         facts=facts(groups),
         table=table,
         any_base_to_novel=any(base_to_novel),
@@ -70,19 +103,11 @@ def page(runs: list[RunFolder], path: Path) -> None:
         scores={"light": picture(drawn, runs, LIGHT), "dark": picture(drawn, runs, DARK)},
         fairness={"light": picture(fairness.drawn, runs, LIGHT), "dark": picture(fairness.drawn, runs, DARK)},
         matrices=matrices(groups),
-        most_columns=MOST_COLUMNS,
         traffic=[traffic(label, records) for label, records in groups.items()],
         acted=[line for r in runs for line in acted(r)],
         sent=[line for r in runs for line in sent(r)],
         runs=listing(runs),
-        unfinished=[r.folder.name for r in runs if not r.done],
     )
-    files.write(path, html)
-
-
-def heading(groups: Groups) -> str:
-    records = [r for group in groups.values() for r in group]
-    return f"{distinct(r.data.name for r in records)} with {distinct(r.backbone.name for r in records)}"
 
 
 def facts(groups: Groups) -> dict[str, str]:
@@ -170,26 +195,20 @@ def traffic(label: str, records: list[RunRecord]) -> dict[str, str]:
     return line
 
 
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}" if count else "0"
-
-
 def listing(runs: list[RunFolder]) -> list[dict[str, str]]:
     """The finished runs, each with the settings that are not the same for all of them."""
     finished = [(r.folder.name, record) for r in runs if (record := r.record).result is not None]
     by_run = [settings(record) for _, record in finished]
     values = {k: {format_value(s[k]) for s in by_run if k in s} for s in by_run for k in s}
     base_to_novel = [is_base_to_novel(record) for _, record in finished]
-    metrics = [*(() if all(base_to_novel) else ("G", "P")), *(MEASURES if any(base_to_novel) else ())]
+    metrics = [*(() if all(base_to_novel) else ("G", "S", "P")), *(MEASURES if any(base_to_novel) else ())]
     out = []
     for (name, record), own in zip(finished, by_run, strict=True):
         differing = ", ".join(f"{k}={format_value(v) or 'none'}" for k, v in own.items() if len(values[k]) > 1)
         method, held = record.method.label, target(record)
         line = {"folder": name, "method": method, "held out": held, "seed": str(record.seed)}
-        line |= {m: percent(value_of(record.finished.last, m)) for m in metrics}
+        last = record.finished.last
+        found = {m: value_of(last, m) for m in metrics} | {"S": last.get("shared", {}).get("test")}
+        line |= {m: percent(found[m]) for m in metrics}
         out.append(line | {"settings that differ": differing or DASH})
     return out

@@ -6,7 +6,7 @@ import html
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fedvlm.errors import FedvlmError
 
@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 NUMERIC = re.compile(r"[\d\s.,+±–/-]*(e[+-]\d+)?( [kMG]?B)?$")
 Value = float | str | None  # of a row as numbers; None where there is no such value
-
-
-class SeedScores(NamedTuple):
-    """A row's scores by seed, in percent, on the metric by which methods are compared."""
-
-    metric: str
-    scores: dict[int, float]
+SeedScores = dict[str, dict[int, float]]  # of a row: metric → seed → percent
 
 
 @dataclass
@@ -30,7 +24,8 @@ class Table:
     rows: list[dict[str, str]]  # column → cell; a missing cell is empty
     notes: list[str] = field(default_factory=list)
     values: list[dict[str, Value]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
-    by_seed: dict[str, SeedScores] = field(default_factory=dict)  # by method; see `tables.against`
+    by_seed: dict[str, SeedScores] = field(default_factory=dict)  # by row; see gains.py
+    bold: set[tuple[str, str]] = field(default_factory=set)  # (cell of the first column, column)
     dim: list[str] = field(default_factory=list)  # columns that the console prints in grey
 
     def cells(self, column: str) -> list[str]:
@@ -38,6 +33,9 @@ class Table:
 
     def is_numeric(self, column: str) -> bool:
         return all(map(NUMERIC.match, self.cells(column)))
+
+    def is_bold(self, row: dict[str, str], column: str) -> bool:
+        return (row.get(self.columns[0], ""), column) in self.bold
 
     def __str__(self) -> str:
         widths = {c: max(map(len, (c, *self.cells(c)))) for c in self.columns}
@@ -53,12 +51,13 @@ class Table:
         """For notebooks."""
         right = {c for c in self.columns if self.is_numeric(c)}
 
-        def cell(tag: str, column: str, text: str) -> str:
+        def cell(tag: str, column: str, text: str, bold: bool = False) -> str:
             align = "right" if column in right else "left"
-            return f'<{tag} style="text-align: {align}">{html.escape(text)}</{tag}>'
+            shown = f"<b>{html.escape(text)}</b>" if bold else html.escape(text)
+            return f'<{tag} style="text-align: {align}">{shown}</{tag}>'
 
         head = "".join(cell("th", c, c) for c in self.columns)
-        body = ["".join(cell("td", c, row.get(c, "")) for c in self.columns) for row in self.rows]
+        body = ["".join(cell("td", c, row.get(c, ""), self.is_bold(row, c)) for c in self.columns) for row in self.rows]
         notes = [f"<p><small>{html.escape(note)}</small></p>" for note in self.notes]
         rows = [f"<tr>{line}</tr>" for line in body]
         return "\n".join(

@@ -1,31 +1,36 @@
-"""Tables from run folders: one row per method with G, P, C (or local, base, novel, hm) as mean ± standard deviation over
+"""Tables from run folders: one row per method with G, S, P, C (or local, base, novel, hm) as mean ± standard deviation over
 seeds, costs, the numbers published in the method's paper, and the further metrics that were recorded (metrics=)."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import defaultdict
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from fedvlm import files
 from fedvlm.config import binding
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.protocols import by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.folder import RunFolder
-from fedvlm.records import MEASURES, Number, RunRecord, Select, Settings, value_of
+from fedvlm.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
+from fedvlm.report.gains import best
 from fedvlm.report.table import SeedScores, Table
 
-METRICS = ("G", "P", "C")
+METRICS = ("G", "S", "P", "C")
+FROZEN = "zero-shot"  # the method that is the frozen model
+NEED_HELD_OUT = ("G", "C")  # have a value only where clients are held out
 PROTOCOL_METRICS = (METRICS, MEASURES)  # of the usual protocols, and of base-to-novel
 ALL_METRICS = (*METRICS, *MEASURES)
 TENTHS = ("worst", "best")  # mean accuracy of the worst and of the best tenth of the clients, personal models
 ROBUSTNESS = ("cacc", "auroc", "fpr95")  # accuracy on corrupted images, detection of outsiders; personal models
+NOVEL = ("base", "novel", "hm")
+SHARED_NOVEL = "shared base/novel/hm"
 NOT_SETTINGS = ("seed", "unseen", "engine", "chunk", "threads", "metrics")  # keys in which runs of one row may differ
+COSTS = (
+    "of all clients together; shared, private: parameters that are sent, and that stay with a client; seconds: of a run"
+)
+FAR_BELOW = 10.0  # percentage points, as in predictor.py
 DASH = "–"  # no such value
 # the keys in which all rows of a fair table agree, beside data, backbone and seeds: budget, examples, and what is scored
 RULE = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "select", "protocol")
@@ -45,7 +50,10 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     groups = grouped(runs, apart)
     if fair:
         check_one_rule({name: [rule(r) for r in group] for name, group in groups.items()})
-    values = {name: scores(g, select) | fairness(g, select) | costs(g) | published(g) for name, g in groups.items()}
+    values = {
+        name: scores(g, select) | shared_novel(g, select) | fairness(g, select) | costs(g) | published(g)
+        for name, g in groups.items()
+    }
     known = {"method", *(key for row in values.values() for key in row)}
     further = {m: m if m not in known else f"metrics.{m}" for m in further_metrics(groups, select)}  # metric → its key
     for name, group in groups.items():
@@ -54,19 +62,27 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     shown = [
         metrics for metrics in PROTOCOL_METRICS if any((metrics is MEASURES) == is_base_to_novel(r) for r in records)
     ]
-    columns = ["method", *(m for metrics in shown for m in metrics)]
+    held_out = any(r.unseen for r in records)
+    columns = ["method", *(m for metrics in shown for m in metrics if held_out or m not in NEED_HELD_OUT)]
     optional = {paper_column(metrics): [f"paper_{m}" for m in metrics] for metrics in shown}  # column → its values
-    optional |= {"worst 10 %": ["worst"], "gap variance": ["gap_variance"]}
+    optional |= {
+        SHARED_NOVEL: [f"shared_{m}" for m in NOVEL],
+        "worst 10 %": ["worst"],
+        "gap variance": ["gap_variance"],
+    }
     optional |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
     columns += [c for c, keys in optional.items() if any(v.get(k) is not None for v in values.values() for k in keys)]
     columns += ["MB up/round", "shared", "private", "seconds", *further.values()]
     has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
+    each = {name: seed_scores(group, select) for name, group in groups.items()}
+    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best(each, m))}
     return Table(
         columns,
         [format_row(name, row, list(further.values())) for name, row in values.items()],
-        notes(groups, select, has_published, list(further.values())),
+        notes(groups, select, has_published, list(further.values())) + best_note(columns, bold, each),
         [{"method": name, **row} for name, row in values.items()],
-        {name: compared(group, select) for name, group in groups.items()},
+        each,
+        bold,
     )
 
 
@@ -82,20 +98,36 @@ def scores(records: list[RunRecord], select: Select) -> Numbers:
     return out
 
 
-def compared(records: list[RunRecord], select: Select) -> SeedScores:
-    """The scores by which `against` compares methods."""
-    metric = "hm" if all(map(is_base_to_novel, records)) else "C"
-    by = by_seed(records, select)
-    return SeedScores(metric, {s: 100 * v for s, one in by.items() if (v := one.get(metric)) is not None})
+def seed_scores(records: list[RunRecord], select: Select) -> SeedScores:
+    seeds = by_seed(records, select)
+    return {m: {s: 100 * v for s, one in seeds.items() if (v := one.get(m)) is not None} for m in ALL_METRICS}
+
+
+def best_note(columns: list[str], bold: set[tuple[str, str]], rows: dict[str, SeedScores]) -> list[str]:
+    """Which rows are the best, in words, since not every output has bold letters; nothing where that cannot be known."""
+    several = [name for name, found in rows.items() if any(len(seeds) > 1 for seeds in found.values())]
+    if len(several) < 2:
+        return []
+    names = {name: [m for m in columns if (name, m) in bold] for name, _ in bold}
+    found = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in sorted(names.items()))
+    return [f"best by more than two standard errors of the difference by seed (bold): {found or 'none'}"]
 
 
 def paper_column(metrics: tuple[str, ...]) -> str:
     """The name of the column with published numbers."""
-    return f"paper {'/'.join(metrics)}"
+    return f"paper {'/'.join(in_papers(metrics))}"
 
 
-def metrics_of(table: Table) -> list[str]:
-    return [c for c in table.columns if c in ALL_METRICS]
+def in_papers(metrics: tuple[str, ...]) -> list[str]:
+    """Papers give personal models the place of S."""
+    return [m for m in metrics if m != "S"]
+
+
+def shared_novel(records: list[RunRecord], select: Select) -> Numbers:
+    """Of base-to-novel, the shared model's measures beside the personal models', where clients have their own."""
+    found = [r.finished.at(select).get("base_to_novel", {}) for r in records]
+    views = [f.get("shared", {}) if f.get("shared") != f.get("personal") else {} for f in found]
+    return {f"shared_{m}": percent(mean_if_complete([v.get(m) for v in views])) for m in NOVEL}
 
 
 def fairness(records: list[RunRecord], select: Select) -> Numbers:
@@ -153,9 +185,10 @@ def format_row(name: str, value: Numbers, further: list[str]) -> dict[str, str]:
     row = {m: plus_minus(value[m], value[f"{m}_std"]) for m in ALL_METRICS}
     for metrics in PROTOCOL_METRICS:
         if any(f"paper_{m}" in value for m in metrics):
-            row[paper_column(metrics)] = " / ".join(plus_minus(value.get(f"paper_{m}"), None) for m in metrics)
+            row[paper_column(metrics)] = slashed(value.get(f"paper_{m}") for m in in_papers(metrics))
     return row | {
         "method": name,
+        SHARED_NOVEL: slashed(value[f"shared_{m}"] for m in NOVEL),
         "worst 10 %": plus_minus(value["worst"], None),
         "corrupted": plus_minus(value["cacc"], None),
         "AUROC": plus_minus(value["auroc"], None),
@@ -167,6 +200,10 @@ def format_row(name: str, value: Numbers, further: list[str]) -> dict[str, str]:
         "seconds": formatted(value["seconds"], ".3g"),
         **{key: plus_minus(value[key], None) for key in further},
     }
+
+
+def slashed(values: Iterable[Number]) -> str:
+    return " / ".join(plus_minus(v, None) for v in values)
 
 
 def formatted(value: Number, form: str) -> str:
@@ -189,8 +226,17 @@ def grouped(runs: list[RunFolder], apart: bool = True) -> Groups:
         others = [settings(v[0]) for (m, _), v in groups.items() if m == method]
         own = settings(members[0])
         differing = [k for k in own if apart and any(o.get(k) != own[k] for o in others)]
-        out[" ".join([method, *(f"{k}={format_value(own[k])}" for k in differing)])] = members
-    return out
+        out[" ".join([method, *(f"{k}={named(own[k], k, others)}" for k in differing)])] = members
+    return dict(sorted(out.items(), key=lambda row: row[1][0].method.name != FROZEN))  # the reference first
+
+
+def named(value: Value, key: str, others: list[Settings]) -> str:
+    """A setting as labels show it: data and backbones by name, with the fingerprint where another has the same name."""
+    text = format_value(value)
+    if key not in ("data", "backbone"):
+        return text
+    name = text.rpartition("@")[0]
+    return name if {str(o[key]) for o in others if str(o[key]).rpartition("@")[0] == name} == {text} else text
 
 
 def settings(record: RunRecord) -> Settings:
@@ -201,13 +247,13 @@ def settings(record: RunRecord) -> Settings:
     for axis, part in parts.items():
         flat[axis] = f"{part.name}@{part.digest}" if part.digest else part.name
         flat |= {k if k not in flat else f"{axis}.{k}": v for k, v in part.settings.items()}
-    return flat | {"data": record.data.fingerprint, "backbone": backbone_id(record)}
+    return flat | {"data": data_id(record), "backbone": backbone_id(record)}
 
 
 def rule(record: RunRecord) -> Settings:
     """What the rows of a fair table have in common, apart from the seed, which is one of the row's."""
     return rule_keys(record.config) | {
-        "data": record.data.fingerprint,
+        "data": data_id(record),
         "backbone": backbone_id(record),
         "seed": record.seed,
     }
@@ -241,6 +287,11 @@ def check_one_rule(rows: dict[str, list[Settings]], free: Collection[str] = ()) 
             f"rows of one table must be run under one rule, and these differ in {'; '.join(found)}; run them alike "
             "(rounds=, seeds=, backbone= for all), or see them side by side with `fedvlm compare`"
         )
+
+
+def data_id(record: RunRecord) -> str:
+    """NAME@FINGERPRINT."""
+    return f"{record.data.name}@{record.data.fingerprint}"
 
 
 def backbone_id(record: RunRecord) -> str:
@@ -281,12 +332,17 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         out[-1] += f"; one rule for all rows: {', '.join(budget(records))}"
     if not all(map(is_base_to_novel, records)):
         scored = "; ".join(sorted({scored_on(r) for r in records}))
-        out.append(f"G: shared model on held-out clients, P: personal models, C: all; scored on: {scored}")
+        held_out = any(r.unseen for r in records)
+        meanings = ["G: shared model on held-out clients"] * held_out
+        meanings += ["S: shared model on the clients that train", "P: their personal models on the same images"]
+        meanings += ["C: G and P over all domains"] * held_out
+        out.append(f"{', '.join(meanings)}; scored on: {scored}")
     if any(map(is_base_to_novel, records)):
         out.append(
             "local: clients' own models on test images of the classes they train on, base: of all classes that any client "
             "trains on, novel: of classes that no client trains on, hm: harmonic mean of base and novel"
         )
+    out.append(f"MB up/round: {COSTS}")
     if further:
         out.append(f"{', '.join(further)}: personal models, mean over clients and runs, in %")
     for name, group in groups.items():
@@ -295,11 +351,25 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
                 f"{name}: seeds {', '.join(map(str, incomplete))} are left out because they lack targets that other "
                 "seeds have"
             )
-        out += [f"{name}: {text}" for text in (*incidents(group, select), *privacy_lines(group))]
+        out += [
+            f"{name}: {text}" for text in (*far_below(group, select), *incidents(group, select), *privacy_lines(group))
+        ]
     if has_published:
         sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
         out.append(f"the paper's numbers were measured with another backbone and are no target: {'; '.join(sources)}")
     return out
+
+
+def far_below(records: list[RunRecord], select: Select) -> list[str]:
+    """A warning where the shared model, which `predict` uses, is much worse than the personal models."""
+    found = scores(records, select)
+    shared, personal = found["S"], found["P"]
+    if shared is None or personal is None or personal - shared <= FAR_BELOW:
+        return []
+    return [
+        f"the shared model (S {shared:.1f}) is far below the personal models (P {personal:.1f}); `fedvlm predict RUN IMAGE` "
+        "uses the shared one, --client NAME a client's own"
+    ]
 
 
 def budget(records: list[RunRecord]) -> list[str]:
@@ -346,61 +416,7 @@ def privacy_lines(group: list[RunRecord]) -> list[str]:
 
 def split_sizes(record: RunRecord) -> list[str]:
     """Train, val and test, in percent."""
+    if record.data.split:
+        return [f"{100 * n / sum(record.data.split):.3g}" for n in record.data.split]
     split = record.config["split"]
     return [f"{s:g}" for s in split if isinstance(s, int | float)] if isinstance(split, list) else []
-
-
-def against(table: Table, base: str = "zero-shot") -> list[str]:
-    """Whether each method beats the frozen model on C (base-to-novel: on hm) by more than two standard errors, in words.
-
-    The standard error is that of the paired differences by seed, because both methods see the same splits.
-    """
-    if base not in table.by_seed:
-        return []
-    metric, frozen = table.by_seed[base]
-    out = []
-    for name, own in table.by_seed.items():
-        common = sorted(own.scores.keys() & frozen.keys()) if name != base and own.metric == metric else []
-        if not common:
-            continue
-        gains = np.array([own.scores[s] - frozen[s] for s in common])
-        gain = float(gains.mean())
-        if len(common) == 1:
-            out.append(f"{name} against {base}: {metric} {gain:+.1f} (one seed, so the error is unknown)")
-            continue
-        error = float(gains.std(ddof=1) / len(common) ** 0.5)
-        verdict = "beats" if gain > 2 * error else "does NOT beat"
-        out.append(
-            f"{name} {verdict} {base} by more than two standard errors ({metric} {gain:+.1f} ± {error:.1f}, "
-            f"{len(common)} seeds)"
-        )
-    return out
-
-
-def write_csv(table: Table, path: Path) -> None:
-    metrics = metrics_of(table)
-    names = ["method", *metrics, *(f"{m}_std" for m in metrics), "seeds", "runs", "up_mb", "down_mb"]
-    names += ["shared", "private", "seconds", *TENTHS, "gap_variance"]
-    names += [f"paper_{m}" for m in metrics if any(f"paper_{m}" in v for v in table.values)]
-    pooled = {c: f"{c}_pooled" for c in table.columns if any(f"{c}_pooled" in v for v in table.values)}
-    names += [name for pair in pooled.items() for name in pair]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows({k: "" if v.get(k) is None else v[k] for k in names} for v in table.values)
-    files.write(path, out.getvalue())
-
-
-def latex(table: Table) -> str:
-    """The metrics as a booktabs table, the best value of each column in bold and the notes as comments."""
-    metrics = metrics_of(table)
-    best = {m: max((x for v in table.values if isinstance(x := v[m], int | float)), default=None) for m in metrics}
-    head = " & ".join(["Method", *metrics])
-    lines = [rf"\begin{{tabular}}{{l{'r' * len(metrics)}}}", r"\toprule", rf"{head} \\", r"\midrule"]
-    for row, value in zip(table.rows, table.values, strict=True):
-        cells = [row["method"].replace("_", r"\_").replace("%", r"\%")]
-        for m in metrics:
-            text = row[m].replace("±", r"$\pm$").replace(DASH, "--")
-            cells.append(rf"\textbf{{{text}}}" if value[m] is not None and value[m] == best[m] else text)
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *("% " + n for n in table.notes)])

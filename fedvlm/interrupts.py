@@ -1,0 +1,61 @@
+"""Ctrl-C: it ends a command, whatever the code that it meets does with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], None]]:
+    """Within, Ctrl-C raises KeyboardInterrupt; the function that it yields raises it once more, and any other error that
+    follows becomes it.
+
+    A KeyboardInterrupt can get lost in a destructor, or become another error while a library is imported. Shells start
+    background jobs of scripts with the signal ignored; here it counts for these, too."""
+    asked = False
+
+    def stop(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGINT, stop)
+    except ValueError:  # not in the main thread, where signals do not arrive
+        yield check
+        return
+    try:
+        yield check
+        check()
+    except Exception:
+        check()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Within, Ctrl-C waits for the end, and processes that are started never see it: whoever started them ends them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """These words as a command line."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

@@ -1,0 +1,38 @@
+"""Runs on several data sets, or with several backbones: a block for each, with its own table and its own baseline."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fedvlm.folder import RunFolder
+from fedvlm.records import RunRecord, Select
+from fedvlm.report.table import Table
+from fedvlm.report.tables import summarise
+
+
+def blocks(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
+    """By the names of data and backbone, in order of appearance; by their fingerprints too where names are the same."""
+    records = {id(run): run.record for run in runs}
+    whose = {key(r): title(r) for r in records.values()}
+    names = Counter(whose.values())
+    out: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        data, backbone = key(records[id(run)])
+        name = whose[data, backbone]
+        out.setdefault(name if names[name] == 1 else f"{name} ({data}, {backbone})", []).append(run)
+    return out
+
+
+def key(record: RunRecord) -> tuple[str, str]:
+    return record.data.fingerprint, record.backbone.fingerprint
+
+
+def title(record: RunRecord) -> str:
+    return f"{record.data.name} with {record.backbone.name}"
+
+
+def tables(runs: list[RunFolder], select: Select = "last") -> dict[str, Table]:
+    """The table of each block; blocks without a finished run are left out where another has one."""
+    found = blocks(runs)
+    ready = {name: members for name, members in found.items() if any(r.done for r in members)} or found
+    return {name: summarise(members, select) for name, members in ready.items()}

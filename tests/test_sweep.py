@@ -1,0 +1,125 @@
+"""Benches: the frozen model beside the methods, sweeps that choose on validation, and what to do next."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+
+import fedvlm
+from fedvlm import api, comparison, sweep
+from fedvlm.cli import main
+from fedvlm.config import resolve
+from fedvlm.errors import FedvlmError
+from fedvlm.evaluate.views import selection
+
+GRID = ("lr=1e-6,0.05", "mu=0.01,1")
+
+
+def words(images, out, *more):
+    return [f"data={images}", "unseen=noto", "seeds=1,2", "rounds=2", "jobs=1", f"out={out}", *more]
+
+
+@pytest.fixture(scope="module")
+def swept(images, tmp_path_factory):
+    """Two methods with one grid, of which fedavg has no mu."""
+    out = tmp_path_factory.mktemp("sweep") / "runs"
+    assert main(["bench", "fedavg", "fedprox", *GRID, *words(images, out)]) == 0
+    return out
+
+
+def test_the_table_has_the_value_that_validation_chose(swept):
+    tries = [r.record for r in fedvlm.runs(swept / "sweep")]
+    assert len(tries) == 2 + 4 and {r.seed for r in tries} == {1}
+    scores = {r.local.settings["lr"]: selection(r.finished.last) for r in tries if r.method.name == "fedavg"}
+    assert scores.keys() == {1e-6, 0.05} and len(set(scores.values())) == 2
+    chosen = max(scores, key=lambda lr: scores[lr])
+    runs = fedvlm.runs(swept)  # without what was tried
+    found = [(r.record.method.name, r.record.seed) for r in runs]
+    assert sorted(found) == [(m, s) for m in ("fedavg", "fedprox", "zero-shot") for s in (1, 2)]
+    assert {r.record.local.settings["lr"] for r in runs if r.record.method.name == "fedavg"} == {chosen}
+
+
+def test_it_says_what_was_tried_and_goes_on_where_it_stopped(swept, images, capsys):
+    assert main(["bench", "fedavg", "fedprox", *GRID, *words(images, swept)]) == 0
+    text, said = capsys.readouterr()
+    assert text.count("6 of 6 runs are already there") == 2  # of the sweep and of the table: nothing is repeated
+    assert "sweep of lr=1e-06,0.05 mu=0.01,1: chosen on seed 1 by the validation accuracy" in text
+    assert "chosen: fedavg lr=0.05; fedprox lr=0.05 mu=" in text
+    assert "zero-shot is not in this sweep: it trains nothing" in text
+    assert "fedavg is not in all of the sweep: it has no mu" in text
+    assert "fedavg has no mu=: it is left out of that part of the sweep" in said
+    assert f"6 runs in {swept}\n" in text and f"next: fedvlm report {swept}\n" in text
+    assert f"next: fedvlm predict {swept / 'fedprox'}" in text
+
+
+def test_a_grid_is_the_product_and_a_failed_run_is_never_chosen():
+    search = sweep.Search({"lr": [0.1, 0.2], "batch": [8, 16]})
+    assert [tuple(p.values()) for p in sweep.points(search)] == [(0.1, 8), (0.1, 16), (0.2, 8), (0.2, 16)]
+    assert sweep.score([]) == -math.inf
+    setup = resolve("fedavg", {})
+    found = [sweep.Choice(setup, {"lr": lr}, score, runs) for lr, score, runs in ((0.1, 0.5, [1]), (0.2, 0.9, []))]
+    assert sweep.best(setup, found).point == {"lr": 0.1}
+    with pytest.raises(FedvlmError, match="every run of the sweep failed"):
+        sweep.best(setup, found[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "axes"),
+    [
+        ({"lr": "0.1,0.2", "rounds": "3"}, {"lr": [0.1, 0.2]}),
+        ({"lr": [0.1, 0.2], "batch": "16,32"}, {"lr": [0.1, 0.2], "batch": [16, 32]}),
+        ({"local.lr": "0.1,0.2"}, {"local.lr": [0.1, 0.2]}),
+        ({"optimiser": "sgd,adam"}, {"optimiser": ["sgd", "adam"]}),
+        ({"template": "a {},the {}", "seeds": "1,2", "split": "60,20,20", "classes": "a,b", "lr": "0.1"}, {}),
+        ({"lr": "0.001..0.1", "search": "optuna", "trials": "3"}, {"lr": sweep.Interval(0.001, 0.1)}),
+    ],
+)
+def test_which_keys_are_swept(given, axes):
+    fixed, search = sweep.separated(["fedavg"], given)
+    assert search.axes == axes and search.trials == (3 if "search" in given else 0)
+    assert fixed.keys() == given.keys() - axes.keys() - {"search", "trials"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rounds": "5,10"}, r"rounds=5,10: a sweep chooses on validation, and rounds= changes the task or the budget"),
+        ({"partition": "iid,dirichlet"}, "start a bench for each value"),
+        ({"lr": "0.1,high"}, "lr=high: expected a number"),
+        ({"lr": "0.1,0.1"}, "at least two values"),
+        ({"lr": "0.001..0.1"}, "an interval needs search=optuna; a grid is lr=A,B,C"),
+        ({"search": "grid"}, "there is optuna"),
+        ({"search": "optuna"}, "needs something to search, such as lr="),
+        ({"lr": "0.1..0.001", "search": "optuna"}, "expected LOW..HIGH"),
+    ],
+)
+def test_sweeps_that_make_no_sense(given, says):
+    with pytest.raises(FedvlmError, match=says):
+        sweep.separated(["fedavg"], given)
+
+
+def test_optuna_is_asked_for_settings(images, tmp_path):
+    given = {"data": str(images), "unseen": "noto", "seeds": [1], "rounds": 1, "jobs": 1, "out": str(tmp_path / "runs")}
+    given |= {"lr": "0.001..0.1", "search": "optuna", "trials": 2}
+    if importlib.util.find_spec("optuna") is None:
+        with pytest.raises(FedvlmError, match=r'pip install "fedvlm\[search\]"'):
+            fedvlm.bench(["fedavg"], **given)
+        return
+    runs = fedvlm.bench(["fedavg"], **given)
+    tries = [r.record.local.settings["lr"] for r in fedvlm.runs(tmp_path / "runs" / "sweep")]
+    assert len(tries) == 2 and all(0.001 <= lr <= 0.1 for lr in tries)
+    assert runs[-1].record.local.settings["lr"] in tries and "2 trials of optuna" in str(runs.table())
+
+
+def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
+    """With the same data, split and seeds; not twice, and not for a backbone without a text tower."""
+    given = {"data": str(images), "unseen": "noto", "seeds": "1", "rounds": 3, "shots": 2, "out": str(tmp_path)}
+    pools = api.new_pools()
+    frozen, other = comparison.setups_of(["fedavg"], given | {"dp": "client", "epsilon": 8}, pools)
+    assert frozen.method.name == "zero-shot" and frozen.config.dp == "none" and frozen.config.shots == 2
+    assert frozen.config.unseen == other.config.unseen and frozen.config.seeds == (1,)
+    for methods, more in ((["zero-shot", "fedavg"], {}), (["fedavg"], {"on": "resnet"})):
+        names = [s.method.name for s in comparison.setups_of(methods, given | more, pools)]
+        assert names == methods
