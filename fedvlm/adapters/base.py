@@ -139,6 +139,13 @@ class HasClassVectors(Protocol):
 
 
 @runtime_checkable
+class HasLinearHead(Protocol):
+    """logits = scale · (head · features + bias), the bias where it has that parameter: a regression can solve it."""
+
+    linear_head: ClassVar[bool]
+
+
+@runtime_checkable
 class HasSharedTwin(Protocol):
     """Every private parameter has a shared counterpart, which a new client uses in its place."""
 

@@ -15,6 +15,7 @@ class Head(Adapter):
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
 
     alignment: ClassVar[Literal["images", "classes"]] = "classes"
+    linear_head: ClassVar[bool] = True
 
     def init(self, task: Task, seed: int) -> Params:
         return {"head": initial_classifier(task, self.init_from, seed)}

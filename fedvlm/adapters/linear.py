@@ -17,6 +17,7 @@ class Linear(Adapter):
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
 
     diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
+    linear_head: ClassVar[bool] = True
 
     def init(self, task: Task, seed: int) -> Params:
         return {"head": initial_classifier(task, self.init_from, seed), "map": torch.eye(task.dim)}

@@ -23,6 +23,7 @@ class Rotation(Adapter):
     blocks: Count = 1  # diagonal blocks of the map; 1: a dense map
 
     diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
+    linear_head: ClassVar[bool] = True
 
     def init(self, task: Task, seed: int) -> Params:
         if self.blocks < 1 or task.dim % self.blocks:

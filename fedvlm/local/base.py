@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Data, Message, Params, copy_per_client, select, with_client_axis
@@ -18,6 +18,9 @@ from fedvlm.local.descent import Gradients, OptimiserSettings, optimise
 from fedvlm.local.model import Model
 from fedvlm.schema import LOSS, SIZE, Fields
 from fedvlm.tasks import Objective
+
+if TYPE_CHECKING:
+    from fedvlm.merge.base import Merge
 
 
 class Trained(NamedTuple):
@@ -77,6 +80,24 @@ class Local(OptimiserSettings):
     def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
         """The personal model at test time, for rules that first train it on the client's training data."""
         return self.personal(own, shared)
+
+
+@runtime_checkable
+class Adjusts(Protocol):
+    """It answers the step `adjust`."""
+
+    def adjust(self, model: Model, own: Params, message: Message, data: Data) -> tuple[Params, Params]:
+        """The new private rows, and the values that the merge `adjusts` by."""
+        ...
+
+
+@runtime_checkable
+class ReleasesOnce(Protocol):
+    """With dp=example it adds noise to what it sends, once a round and of all examples, instead of training with noise."""
+
+    def uncovered(self, merge: Merge) -> str:
+        """Why the noise would not cover all that clients send; "" where it does."""
+        ...
 
 
 def anchor_of(message: Message) -> Params:

@@ -16,11 +16,14 @@ from fedvlm.local.model import Model
 @dataclass(frozen=True)
 class FedRep(Local):
     private_epochs: Whole = 1  # passes that train the private parameters, before `epochs` for the shared ones; 0: none
+    train_shared: bool = True  # false: the shared parameters keep their initial values (FedOT's Figure 3, local-only)
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         names = message.shared
         shared, private = select(params, names), {k: v for k, v in params.items() if k not in names}
         if self.private_epochs and private:
             first = replace(self, epochs=self.private_epochs)
-            optimise(first, private, data, model.gradients(self.objective, held=shared))
+            loss = optimise(first, private, data, model.gradients(self.objective, held=shared))
+            if not self.train_shared:
+                return {"loss": loss}
         return {"loss": optimise(self, shared, data, model.gradients(self.objective, held=private))}

@@ -61,6 +61,10 @@ class Merge:
         length (padded to the longest client), their lengths, [clients] each."""
         return {}, {}
 
+    def adjusts(self, task: Task) -> Fields:
+        """What clients answer to the step `adjust`, where this merge asks for it."""
+        return {}
+
     def init(self, model: Model, clients: int, seed: int) -> Start:
         """The server's state before the first round; `clients` is the size of the population."""
         return Start({"after": torch.full((clients,), torch.nan)} if self.gaps else {})

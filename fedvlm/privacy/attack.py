@@ -40,7 +40,7 @@ from fedvlm.metrics.detection import auroc
 from fedvlm.predictor import check_state, private_row
 from fedvlm.records import MEASURES, RoundRecord, value_of
 from fedvlm.report.table import Table, Value
-from fedvlm.report.tables import METRICS, backbone_id, format_value, plus_minus
+from fedvlm.report.tables import backbone_id, format_value, plus_minus
 from fedvlm.seeds import numpy_generator
 
 Row = dict[str, Value]  # one row of the table: the run, the protection, utility and leakage as fractions
@@ -61,7 +61,8 @@ PROTECTIONS = (
     Protection(upload_groups=8),
     Protection(upload_share=0.2),
 )
-UTILITY = (*MEASURES, *METRICS[:2])
+SCORES = ("G", "P")
+UTILITY = (*MEASURES, *SCORES)
 LEAKAGE = ("matched", "chance", "member", "classes", "labels")
 BLOCK = 1024  # embeddings compared at a time
 
@@ -105,7 +106,7 @@ def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False, trus
         last: RoundRecord = record.result.last if merge is own else {}  # the utility of the alternatives is unknown
         name = run.folder.name + ("" if merge is own else ", what if")
         protection = {k: getattr(merge, k) for k in Protection._fields}
-        utility = {m: value_of(last, m) for m in (MEASURES if is_base_to_novel(record) else METRICS[:2])}
+        utility = {m: value_of(last, m) for m in (MEASURES if is_base_to_novel(record) else SCORES)}
         rows.append({"run": name, **protection, **utility, **mean_leak(by_client)._asdict()})
     return rows
 

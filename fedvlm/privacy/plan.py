@@ -14,7 +14,7 @@ from fedvlm.core import Batch, Params, copy_per_client, is_running_statistic, nb
 from fedvlm.data.federation import Federation
 from fedvlm.errors import FedvlmError
 from fedvlm.local import copies
-from fedvlm.local.base import Local
+from fedvlm.local.base import Local, ReleasesOnce
 from fedvlm.merge.mean import Mean
 from fedvlm.privacy.accounting import Account, Client, library, smallest_noise
 from fedvlm.privacy.descent import sampling
@@ -102,6 +102,8 @@ def account_of(setup: Setup, federation: Federation, privacy: Privacy) -> Accoun
             "dp=example: a client has one training example, so delta= has no default; give one, such as 1e-5"
         )
     local = not own and privacy.noise_at == "client"
+    once = isinstance(setup.local, ReleasesOnce)
+    rates = [(1.0, 1) if once else sampling(int(n), setup.local.batch, setup.local.epochs) for n in sizes]
     return Account(
         privacy.level,
         privacy.noise,
@@ -111,7 +113,7 @@ def account_of(setup: Setup, federation: Federation, privacy: Privacy) -> Accoun
         "all" if everybody else config.sampling,
         noisy_uploads=max(1, int(np.ceil(config.quorum * privacy.cohort))) if local else 0,
         asked=times_asked(config, able, privacy.seed) if own or local else None,
-        clients=tuple(Client(*sampling(int(n), setup.local.batch, setup.local.epochs)) for n in sizes) if own else (),
+        clients=tuple(Client(*rate) for rate in rates) if own else (),
     )
 
 
@@ -139,7 +141,8 @@ def refusal(method: Method) -> str:
     merge = f"merge={name_of(method.merge)}"
     if not method.initial:
         return "no trained parameter is shared, so none leaves a client; leave dp= out"
-    further = [k for k in method.uploads if k not in COVERED]
+    own = method.local.uploads(method.task, method.initial) if isinstance(method.local, ReleasesOnce) else {}
+    further = [k for k in method.uploads if k not in COVERED and not (k in own and level == "example")]
     if further and not set(further) - set(GAPS) and type(method.merge).round is Mean.round:
         return "clients also send their losses before and after training, which no noise covers; give gaps=false"
     if further:
@@ -157,6 +160,8 @@ def example_refusal(method: Method, federation: Federation) -> str:
     from fedvlm.method import name_of
 
     local = f"local={name_of(method.local)}"
+    if isinstance(method.local, ReleasesOnce):
+        return method.local.uncovered(method.merge)
     for part in ("train", "fit", "personal_copy"):
         if getattr(type(method.local), part) is not getattr(Local, part):
             return f"{local} trains in its own way, and only the plain training loop is covered; use local=sgd or local=prox"

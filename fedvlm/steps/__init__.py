@@ -1,6 +1,7 @@
 """What a server may ask a client to do; nothing else crosses between them. One file, one step."""
 
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.steps.adjust import Adjust
 from fedvlm.steps.base import Step
 from fedvlm.steps.diagnose import Diagnose
 from fedvlm.steps.novel import Novel
@@ -10,6 +11,7 @@ from fedvlm.steps.validate import Validate
 
 STEPS: dict[str, Step] = {
     "train": Train(),
+    "adjust": Adjust(),
     "validate": Validate(),
     "score": Score(),
     "novel.shared": Novel("shared"),

@@ -1,0 +1,34 @@
+"""Tip-Adapter's cache (Zhang et al., ECCV 2022) beside a linear classifier; kNN-Per (Marfoq et al., ICML 2022).
+
+logits = scale · W h + α · Σ_j exp(−β(1 − h·k_j)) y_j, with the client's own training embeddings k_j and their one-hot
+classes y_j. The memory is private and empty at the start, so that a newcomer has the shared classifier alone. local=memory
+fills it; under another rule keys and values are trained (Tip-Adapter-F).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedvlm.adapters.base import Adapter, Task, initial_classifier
+from fedvlm.core import Params, linear
+from fedvlm.keys import Count
+
+
+@dataclass(frozen=True)
+class Memory(Adapter):
+    private: tuple[str, ...] = ("keys", "values", "amount", "sharpness")
+    init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
+    size: Count = 1024  # examples that a client keeps at most
+
+    def init(self, task: Task, seed: int) -> Params:
+        head = initial_classifier(task, self.init_from, seed)
+        empty = {"keys": head.new_zeros(self.size, task.dim), "values": head.new_zeros(self.size, len(head))}
+        return {"head": head} | empty | {"amount": head.new_ones(1), "sharpness": head.new_full((1,), 5.0)}
+
+    def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
+        near = torch.exp(-params["sharpness"].view(-1, 1, 1) * (1 - linear(x, params["keys"])))
+        return task.scale * linear(x, params["head"]) + params["amount"].view(-1, 1, 1) * (near @ params["values"])

@@ -1,0 +1,405 @@
+"""Summed moments: the closed form against scikit-learn and retraining, the channel (secure sums, bytes, guard, noise), and
+centred embeddings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers import ABLE, build, close, example, random_data, random_task, scores, small_setup, train_small
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge as Reference
+from torch.nn import functional as F
+
+from fedvlm import ledger, ridge
+from fedvlm.config import resolve
+from fedvlm.core import Cohort, Data, Message, State
+from fedvlm.data.centre import centred
+from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import FedvlmError
+from fedvlm.guard import Guard
+from fedvlm.local import copies
+from fedvlm.local.moments import CLIENT, CROSS, NEWCOMER, SECOND, SecondMoments, first_best, mean_accuracy
+from fedvlm.merge.moments import SumOfMoments
+from fedvlm.method import Method
+from fedvlm.privacy.mechanism import Privacy, secret_of
+from fedvlm.ridge import Moments, Ridge, moments
+from fedvlm.secure.settings import Secure
+
+ONE = {"strengths": (0.5,), "texts": (2.0,)}  # no choice, so that there is no exchange for it
+
+
+@pytest.fixture(autouse=True)
+def _double(double):
+    pass
+
+
+def method_of(adapter: str = "affine", local: dict | None = None, **merge: object) -> tuple[Method, Data]:
+    model = build(adapter, "moments", "moments").adapter
+    task, data = example(model)
+    rule = SecondMoments(**(local or {}))
+    return Method.build(model, rule, SumOfMoments(**merge), task, 5), data
+
+
+def played(method: Method, data: Data, ids: np.ndarray = ABLE, chunk: int = 2) -> tuple[State, Stacked, Cohort]:
+    engine = Stacked(method, data, chunk)
+    cohort = Cohort(engine, ids, 1)
+    return method.round(method.init(len(data)), cohort), engine, cohort
+
+
+def training(data: Data, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """The examples of these clients together, and how many each has."""
+    spans = [slice(*data.bounds[i, :2]) for i in ids]
+    x, y = (np.concatenate([v.numpy()[s] for s in spans]) for v in (data.x, data.y))
+    return x, y, [s.stop - s.start for s in spans]
+
+
+def test_the_shared_head_is_scikit_learns_ridge_on_pooled_data():
+    method, data = method_of(local={"balance": False}, weights="size", strengths=(0.3,), texts=(0.0,))
+    shared = played(method, data)[0].shared
+    x, y, _ = training(data, ABLE)
+    x1 = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+    strength = 0.3 * np.trace(x1.T @ x1) / x1.shape[1]
+    target = np.eye(5)[y] - 1 / 5
+    found = Reference(alpha=strength, fit_intercept=False, tol=1e-14).fit(x1, target).coef_
+    np.testing.assert_allclose(ridge.from_params(shared).T.numpy(), found, rtol=0, atol=1e-9)
+
+
+def test_balanced_clients_are_weighted_examples():
+    """Each class of a client counts the same, each client too, and the head is shrunk towards the class names."""
+    method, data = method_of(**ONE)
+    shared = played(method, data)[0].shared
+    x, y, sizes = training(data, ABLE)
+    x1 = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    own = [np.bincount(y[owner == k], minlength=5) for k in range(len(sizes))]
+    weight = np.array([1 / (own[k][c] * (own[k] > 0).sum()) for k, c in zip(owner, y, strict=True)])
+    strength = 0.5 * (weight[:, None] * x1**2).sum() / x1.shape[1]
+    prior = np.concatenate([2 * method.task.names().numpy().T, np.zeros((1, 5))])
+    reference = Reference(alpha=strength, fit_intercept=False, tol=1e-14)
+    difference = reference.fit(x1, np.eye(5)[y] - 1 / 5 - x1 @ prior, sample_weight=weight).coef_.T
+    np.testing.assert_allclose(ridge.from_params(shared).numpy(), difference + prior, rtol=0, atol=1e-9)
+
+
+def test_neither_order_nor_grouping_of_clients_matters():
+    task = random_task()
+    data = random_data(task)
+    whole = [slice(*data.bounds[i, :2]) for i in ABLE]
+    parts = [moments(data.x[s], data.y[s], 5, balance=False) for s in whole]
+    sizes = [s.stop - s.start for s in whole]
+    forwards, backwards = (Moments(*(torch.zeros_like(m) for m in parts[0])) for _ in range(2))
+    for part, n in zip(parts, sizes, strict=True):
+        forwards = forwards.plus(part, n)
+    for part, n in reversed(list(zip(parts, sizes, strict=True))):
+        backwards = backwards.plus(part, n)
+    at = torch.cat([torch.arange(s.start, s.stop) for s in whole])
+    together = Moments(*(len(at) * m for m in moments(data.x[at], data.y[at], 5, balance=False)))
+    for other in (backwards, together):
+        close(forwards._asdict(), other._asdict(), tolerance=1e-12)
+
+
+def test_analytic_federated_learnings_absolute_aggregation_is_the_sum():
+    """AFL (He et al., 2025) merges clients' own solutions W_i, pair by pair, by their Gram matrices C_i:
+    W = 𝒲₁W₁ + 𝒲₂W₂, 𝒲₁ = I − (C₁ + C₂)⁻¹C₂ … and removes the regularisation of every client at the end."""
+    method, data = method_of(
+        "head", local={"balance": False, "keep": False}, weights="size", strengths=(1e-12,), texts=(0.0,)
+    )
+    head = played(method, data)[0].shared["head"]
+    gamma, solutions = 0.1, []
+    for i in ABLE:
+        x, y, _ = training(data, np.array([i]))
+        gram = x.T @ x + gamma * np.eye(x.shape[1])
+        solutions.append((np.linalg.solve(gram, x.T @ (np.eye(5)[y] - 1 / 5)), gram))
+    merged, total = solutions[0]
+    for weights, gram in solutions[1:]:
+        both = np.linalg.inv(total + gram)
+        merged = both @ total @ merged + both @ gram @ weights
+        total = total + gram
+    clean = np.linalg.solve(total - len(ABLE) * gamma * np.eye(len(total)), total @ merged)
+    np.testing.assert_allclose(head.numpy().T, clean, rtol=0, atol=1e-7)
+
+
+def test_leaving_a_client_out_is_training_without_it():
+    grid = {"strengths": (3.0, 0.1), "texts": (2.0, 0.0)}
+    method, data = method_of(**grid)
+    _, engine, _ = played(method, data)
+    sent: list[Message] = []
+
+    class Listening(Stacked):
+        def run(self, step, ids, message, round, exchange):
+            sent.append(message)
+            return super().run(step, ids, message, round, exchange)
+
+    listening = Cohort(Listening(method, data, 2), ABLE, 1)
+    method.round(method.init(len(data)), listening)
+    reply = next(engine.run("adjust", np.array([2]), sent[1], 1, 1)).values
+    others = ABLE[ABLE != 2]
+    for row, strength in enumerate(grid["strengths"]):
+        for column, text in enumerate(grid["texts"]):
+            for name, ids, first in ((NEWCOMER, others, 0), (CLIENT, ABLE, 1)):
+                single, _ = method_of(strengths=(strength,), texts=(text,))
+                head = played(single, data, ids)[0].shared
+                low, high = int(data.bounds[2, first]), int(data.bounds[2, 2])
+                logits = single.model.logits({k: v[None] for k, v in head.items()}, data.x[None, low:high])[0]
+                expected = (logits.argmax(-1) == data.y[low:high]).double().mean()
+                assert float(reply[name][0, row, column]) == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_the_personal_head_is_the_regression_on_own_and_others_examples():
+    rule = {"shares": (0.3,), "pulls": (0.7,)}
+    method, data = method_of(local=rule, **ONE)
+    state, engine, _ = played(method, data)
+    shared, own = ridge.from_params(state.shared).numpy(), engine.rows.read(ABLE, 1)
+    examples = [training(data, np.array([i])) for i in ABLE]
+    each = [moments(ridge.with_one(torch.from_numpy(x)), torch.from_numpy(y), 5, True) for x, y, _ in examples]
+    for k in (0, 2):
+        rest = [m for j, m in enumerate(each) if j != k]
+        second = (each[k].second + 0.3 * sum(m.second for m in rest)).numpy()
+        cross = (each[k].cross + 0.3 * sum(m.cross for m in rest)).numpy()
+        pull = 0.7 * np.trace(second) / len(second)
+        expected = np.linalg.solve(second + pull * np.eye(len(second)), cross + pull * shared)
+        found = {n: own[copies.COPY + n][k] for n in state.shared}
+        np.testing.assert_allclose(ridge.from_params(found).numpy(), expected, atol=1e-9)
+
+
+def test_a_client_without_others_examples_has_its_own_ridge():
+    """ρ = 0 and a weak pull: nothing of the others is left."""
+    method, data = method_of(local={"shares": (0.0,), "pulls": (1e-9,)}, **ONE)
+    alone, _, _ = played(method, data, np.array([0]))
+    _, engine, _ = played(method, data)
+    _, single, _ = played(method, data, np.array([0]))
+    one, other = (e.rows.read(np.array([0]), 1) for e in (engine, single))
+    close(one, other, tolerance=1e-4)
+    assert alone.shared.keys() == {"head", "bias"}
+
+
+def test_secure_sums_give_the_same_model():
+    method, data = method_of()
+    plain, _, cohort = played(method, data)
+    hidden = Cohort(Stacked(method, data, 2), ABLE, 1, secure=Secure(0.6, 64.0))
+    masked = method.round(method.init(len(data)), hidden)
+    close(plain.shared, masked.shared, tolerance=1e-5)
+    assert hidden.notes["clipped_values"] == 0 and hidden.effects["strength"] == cohort.effects["strength"]
+
+
+def test_a_run_in_bytes_is_the_run_in_this_process(images, tmp_path, bytes_only):
+    torch.set_default_dtype(torch.float32)
+    near, far = (train_small(images, tmp_path / e, "moments", rounds=1, engine=e) for e in ("stacked", "loopback"))
+    drop = ("score_bytes_up", "score_bytes_down")
+    one, other = ([{k: v for k, v in r.items() if k not in drop} for r in scores(run)] for run in (near, far))
+    assert one[-1]["effects"]["strength"] > 0 and one == other
+
+
+def test_masked_bytes_give_the_same_model_and_the_ledger_says_so(images, tmp_path, bytes_only):
+    pytest.importorskip("cryptography")
+    torch.set_default_dtype(torch.float32)
+    keys = {"rounds": 1, "unseen": "", "engine": "loopback"}
+    plain = train_small(images, tmp_path / "plain", "moments", **keys)
+    masked = train_small(images, tmp_path / "masked", "moments", **keys, secure=True)
+    one, other = (run.load()[0].shared for run in (plain, masked))
+    close(one, other, tolerance=1e-3)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "masked" / ledger.RECEIVED).read_text().splitlines()]
+    assert "secure.masked" in steps and "adjust" in steps and "train" not in steps
+
+
+def test_the_guard_refuses_moments_of_another_shape():
+    method, data = method_of()
+    engine = Stacked(method, data, 2)
+    refused: list[str] = []
+    names = tuple(f"client {i}" for i in range(len(data)))
+    guard = Guard(method, names, np.diff(data.bounds, axis=1), {}, log=refused.append)
+    reply = next(engine.run("train", ABLE, method.init(6).message(), 1, 0))
+    wrong = reply._replace(values=reply.values | {SECOND: reply.values[SECOND][:, :-1]})
+    schema = guard.schema("train")
+    assert not guard.violations(reply, schema, method.initial)
+    assert "second" in guard.violations(wrong, schema, method.initial)[0].reason
+
+
+def test_a_client_that_sends_no_moments_at_all_cannot_break_the_solution():
+    """Negative eigenvalues count as 0, so the solution stays finite."""
+    draw = torch.Generator().manual_seed(1)
+    second, cross = torch.randn(6, 6, generator=draw), torch.randn(6, 3, generator=draw)
+    head = Ridge(Moments(second + second.mT, cross)).solve(0.1, torch.zeros(6, 3))
+    assert head.isfinite().all()
+
+
+def test_packing_is_exact():
+    second = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(1))
+    second = second + second.mT
+    assert torch.equal(ridge.unpacked(ridge.packed(second)), second) and ridge.packed(second).shape == (2, 15)
+
+
+def test_the_candidate_is_chosen_as_asked():
+    replies = {NEWCOMER: torch.tensor([[[0.9, 0.2, 0.7]]]), CLIENT: torch.tensor([[[0.1, 0.8, 0.7]]])}
+    found = {how: first_best(mean_accuracy(replies, how))[1] for how in ("newcomers", "clients", "both")}
+    assert found == {"newcomers": 0, "clients": 1, "both": 2}
+
+
+def test_gaussian_heads_are_scikit_learns_discriminant_analysis():
+    method, data = method_of(
+        local={"balance": False}, solver="gaussian", weights="size", strengths=(1e-12,), texts=(0.0,)
+    )
+    shared = played(method, data)[0].shared
+    x, y, _ = training(data, ABLE)
+    known = np.unique(y)
+    model = LinearDiscriminantAnalysis(solver="lsqr").fit(x, y)
+    intercept = model.intercept_ - np.log(model.priors_)
+    dim = x.shape[1]
+    np.testing.assert_allclose(dim * shared["head"].numpy()[known], model.coef_, rtol=1e-6)
+    np.testing.assert_allclose(dim * shared["bias"].numpy()[known], intercept, rtol=1e-6)
+
+
+def test_a_memory_adds_what_near_examples_are():
+    """Tip-Adapter's formula, written out; and a newcomer has the class names alone."""
+    rule = {"train_head": False, "amounts": (2.0,), "sharpnesses": (3.0,)}
+    method = build("memory", "memory", "mean", **rule)
+    method = Method.build(replace(method.adapter, size=64), method.local, method.merge, method.task, 5)
+    data = example(method.adapter)[1]
+    state, engine, _ = played(method, data)
+    close(state.shared, method.initial, tolerance=1e-12)
+    own = engine.rows.read(np.array([2]), 1)
+    params = method.personal_models(own, state.message(), engine.at(np.array([2]), 1))
+    low, mid, high = (int(b) for b in data.bounds[2, :3])
+    x, keys = data.x[mid:high].numpy(), data.x[low:mid].numpy()
+    near = np.exp(-3.0 * (1 - x @ keys.T)) @ np.eye(5)[data.y[low:mid].numpy()]
+    expected = method.task.scale * x @ method.task.names().numpy().T + 2.0 * near
+    np.testing.assert_allclose(method.model.logits(params, data.x[None, mid:high])[0].numpy(), expected, atol=1e-9)
+
+
+def test_a_full_memory_holds_all_classes():
+    method = build("memory", "memory", "mean", train_head=False)
+    data = example(method.adapter)[1]
+    kept = data.y[method.local.remembered(data, 0, 5, 5)]
+    assert sorted(kept.tolist()) == [0, 1, 2, 3, 4]
+
+
+# Differential privacy
+
+
+def test_the_sensitivity_is_reached_and_never_exceeded():
+    """One example more moves the vector that gets the noise by at most that, and by exactly that where x is as long as may
+    be."""
+    draw = torch.Generator().manual_seed(3)
+    for length in (0.5, 1.0):
+        x = ridge.with_one(length * F.normalize(torch.randn(1, 7, generator=draw), dim=-1))
+        found = moments(x, torch.tensor([2]), 4, balance=False)
+        row, column = ridge.triangle(8)
+        vector = found.second[row, column] * torch.where(row == column, 1.0, 2**0.5)
+        moved = float(torch.cat([vector, found.cross.reshape(-1)]).norm())
+        most = ridge.sensitivity(2**0.5, 4)
+        assert moved == pytest.approx(most, rel=1e-12) if length == 1 else moved < most
+
+
+def test_noise_has_the_declared_spread():
+    zero = Moments(torch.zeros(40, 40), torch.zeros(40, 9))
+    found = ridge.noised(zero, 0.5, secret_of(1), 1, 0)
+    assert torch.equal(found.second, found.second.mT)
+    off = found.second[torch.triu_indices(40, 40, 1).unbind()]
+    assert float(off.std()) == pytest.approx(0.5 / 2**0.5, rel=0.1)
+    assert float(found.cross.std()) == pytest.approx(0.5, rel=0.1)
+    assert not torch.equal(found.cross, ridge.noised(zero, 0.5, secret_of(1), 1, 1).cross)
+
+
+def test_a_private_round_spends_what_dp_accounting_says(images, tmp_path):
+    dp = pytest.importorskip("dp_accounting")
+    from dp_accounting.pld import PLDAccountant
+
+    torch.set_default_dtype(torch.float32)
+    keys = {
+        "rounds": 1,
+        "dp": "example",
+        "noise_multiplier": 1.5,
+        "balance": False,
+        "strengths": (10.0,),
+        "texts": (4.0,),
+    }
+    run = train_small(images, tmp_path, "moments", **keys)
+    spent = run.record.finished.privacy
+    event = dp.GaussianDpEvent(1.5)
+    expected = PLDAccountant().compose(event).get_epsilon(spent.delta)
+    assert spent.epsilon == pytest.approx(expected, rel=2e-3)
+
+
+def test_with_noise_a_client_knows_what_it_sent():
+    """Others' moments are the sum less what the client sent, with its noise; its own head uses what it knows exactly."""
+    method, data = method_of(local={"balance": False}, **ONE)
+    private = replace(method, privacy=Privacy("example", 1.0, 1.0, 5.0, secret=secret_of(5)))
+    state, engine, _ = played(private, data)
+    alone, _, _ = played(private, data, ABLE[ABLE != 2])
+    reply = next(engine.run("train", np.array([2]), private.init(6).message(), 1, 0)).values
+    for name in (SECOND, CROSS):
+        close({name: state.server[name] - reply[name][0]}, {name: alone.server[name]}, tolerance=1e-9)
+    exact = next(Stacked(method, data, 1).run("train", np.array([2]), method.init(6).message(), 1, 0)).values
+    assert not torch.allclose(exact[CROSS], reply[CROSS])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [({}, "give one of each"), ({"strengths": 10, "texts": 4}, "balance=false")],
+)
+def test_what_noise_does_not_cover_is_refused(images, tmp_path, keys, reason):
+    pytest.importorskip("dp_accounting")
+    torch.set_default_dtype(torch.float32)
+    with pytest.raises(FedvlmError, match=reason):
+        train_small(images, tmp_path, "moments", rounds=1, dp="example", noise_multiplier=1.0, **keys)
+
+
+# Refusals and settings
+
+
+def test_candidates_must_be_numbers_that_can_be():
+    with pytest.raises(FedvlmError, match="strengths"):
+        SumOfMoments(strengths=(0.0,))
+    with pytest.raises(FedvlmError, match="works only together with"):
+        build("head", "moments", "mean")
+    with pytest.raises(FedvlmError, match="linear in its features"):
+        build("attention", "moments", "moments")
+
+
+def test_fourier_features_are_a_gaussian_kernel():
+    """Their inner products approach exp(−σ²‖x − y‖²/2)."""
+    task = random_task()
+    adapter = build("affine", "sgd", "mean").adapter
+    adapter = replace(adapter, fourier=20_000, bandwidth=0.8)
+    x = F.normalize(torch.randn(6, task.dim, generator=torch.Generator().manual_seed(4)), dim=-1)
+    waves = adapter.features(task, {}, x[None])[0][:, task.dim :]
+    kernel = torch.exp(-0.32 * torch.cdist(x, x).square())
+    torch.testing.assert_close(waves @ waves.mT, kernel, atol=0.03, rtol=0)
+
+
+# Centring
+
+
+def test_centring_takes_off_each_clients_mean_and_nothing_else_of_it():
+    data = random_data(random_task())
+    found = centred(data)
+    for i in (0, 5):  # the second has no training examples: its validation images are its own, too
+        low, mid, high = (int(b) for b in data.bounds[i, [0, 2, 3]])
+        expected = F.normalize(data.x[low:high] - data.x[low:mid].mean(0), dim=-1)
+        close({"x": found.x[low:high]}, {"x": expected}, tolerance=1e-12)
+    moved = replace(data, x=data.x + 3.0)  # what all images of a client have in common does not matter
+    close({"x": centred(moved).x}, {"x": found.x}, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedot", "moments"])
+def test_every_method_may_centre(images, tmp_path, method):
+    torch.set_default_dtype(torch.float32)
+    plain, own = (train_small(images, tmp_path / c, method, rounds=1, centre=c) for c in ("none", "own"))
+    assert plain.record.finished.last["G"] != own.record.finished.last["G"]
+
+
+def test_centring_is_refused_where_there_is_no_mean(images):
+    from fedvlm import train
+    from fedvlm.data.pool import Pools
+
+    torch.set_default_dtype(torch.float32)
+    setup = small_setup(images, "fedavg", centre="own", protocol="base-to-novel", unseen="", partition="iid", clients=2)
+    with pytest.raises(FedvlmError, match="belong to no client"):
+        train.prepare(setup, Pools().load(setup))
+
+
+def test_the_recipe_is_one_round():
+    assert resolve("moments", {}).config.rounds == 1
