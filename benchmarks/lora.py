@@ -45,8 +45,8 @@ from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.config import resolve
 from fedvlm.core import Batch, Cohort, Data, Params, State, copy_per_client, with_client_axis
-from fedvlm.data.pool import class_phrases
 from fedvlm.data.source import decode, open_source
+from fedvlm.data.wording import class_phrases
 from fedvlm.engines.stacked import Stacked, max_clients
 from fedvlm.local.descent import Optimiser
 from fedvlm.local.model import Model

@@ -10,7 +10,7 @@ import fnmatch
 import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 
     from fedvlm.backbones.base import Backbone
     from fedvlm.data.pool import Pool, Pools
+    from fedvlm.evaluate.questions import Evaluation
     from fedvlm.folder import RunFolder
     from fedvlm.planning import Job
     from fedvlm.predictor import Picture, Predictor
     from fedvlm.report.table import Table
-
-SEEDS = (50, 77, 98)
 
 
 def run(method: str, **keys: object) -> Run:
@@ -51,29 +50,21 @@ def run(method: str, **keys: object) -> Run:
 
 def bench(methods: Sequence[str], **keys: object) -> Runs:
     """Runs several methods alike: seeds 50, 77, 98 unless given, and leave-one-domain-out where the data has three or more
-    domains and neither protocol= nor unseen= is given."""
+    domains and neither protocol= nor unseen= is given; zero-shot is added where the backbone has a text tower.
+
+    A key of a method with several values, such as lr=[0.001, 0.01], is a sweep: fedvlm/sweep.py says how it chooses."""
     pools = new_pools()
-    setups = bench_setups(methods, keys, pools)
-    return execute(plan(setups, pools), setups[0].config.jobs, pools)
+    setups, notes = compared(methods, prepared(keys), pools)
+    return Runs(execute(plan(setups, pools), setups[0].config.jobs, pools).members, notes)
 
 
-def bench_setups(methods: Sequence[str], keys: dict[str, object], pools: Pools) -> list[Setup]:
-    if not methods:
-        raise FedvlmError("bench needs at least one method; `fedvlm ls methods` names them")
-    given = {"seeds": SEEDS} | prepared(keys)
-    if "seed" in given:
-        given["seeds"] = given.pop("seed")
-    setups = [chosen(m, given) for m in methods]
-    if any(s.config.federation for s in setups):
-        raise FedvlmError(
-            "bench does not take federation=; `fedvlm run` each method there, and `fedvlm compare` the runs"
-        )
-    if "protocol" not in given and "unseen" not in given and len(encode(setups[0], pools).source.domains) >= 3:
-        setups = [s.with_(protocol="leave-one-domain-out") for s in setups]
-    from fedvlm.report.tables import check_one_rule, rule_keys
+def compared(methods: Sequence[str], given: dict[str, object], pools: Pools) -> tuple[list[Setup], list[str]]:
+    """The setups of a bench, swept keys chosen, and what their table has to say of the choice."""
+    from fedvlm import comparison, sweep
 
-    check_one_rule({s.method.label: [rule_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
-    return setups
+    fixed, search = sweep.separated(methods, given)
+    setups = comparison.setups_of(methods, fixed, pools)
+    return sweep.choose(setups, search, pools) if search else (setups, [])
 
 
 def chosen(method: str, given: Mapping[str, object]) -> Setup:
@@ -115,9 +106,9 @@ def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Pr
 
     A folder from others runs no code, contacts nobody and reads nothing else, unless `trust` is true; the error says what
     it would do."""
-    from fedvlm import predictor
+    from fedvlm.export import folder as exported
 
-    return predictor.load(folder, encoder(backbone), trust)
+    return exported.load(folder, encoder(backbone), trust)
 
 
 class Run:
@@ -162,7 +153,7 @@ class Run:
         return from_run(self.files, client, encoder(backbone), self.trusted)
 
     def predict(self, images: Picture | Sequence[Picture], client: str = "") -> list[tuple[str, float]]:
-        """(class, probability) for each image or path."""
+        """(class, probability) for each image or path; a single one gives a list of one."""
         return self.predictor(client).predict(images)
 
     def parameters(self, client: str = "") -> dict[str, Tensor]:
@@ -179,11 +170,36 @@ class Run:
         row = private_row(self.files, state, client, round)
         return state.shared | {k: v[0] for k, v in adapter_params(row).items()}
 
-    def export(self, folder: str | Path, client: str = "", backbone: object = None) -> list[str]:
-        """A folder to deploy from; returns the names of its files."""
-        from fedvlm.predictor import export
+    def export(
+        self,
+        folder: str | Path,
+        client: str = "",
+        backbone: object = None,
+        with_backbone: bool = False,
+        onnx: bool = False,
+    ) -> list[str]:
+        """A folder to deploy from; returns the names of its files. `with_backbone` copies the backbone's files into it,
+        `onnx` writes image encoder and adapter as one ONNX file."""
+        from fedvlm.export.folder import Extras, export
 
-        return export(self.files, Path(folder), client, encoder(backbone), self.trusted)
+        extras = Extras(with_backbone, onnx)
+        return export(self.files, Path(folder), client, encoder(backbone), self.trusted, extras)
+
+    def evaluate(
+        self, outsiders: Sequence[str] = (), corrupt: Sequence[str] = (), data: Sequence[str] = ()
+    ) -> list[Evaluation]:
+        """New questions to a finished run, without training; the answers are also written beside it.
+
+        outsiders: folders of images of no class (auroc, fpr95). corrupt: corruptions of its clients' test images, such as
+        fog (cacc, the mean of five severities). data: other data with its classes, or some of them (acc)."""
+        return ask(self, outsiders, corrupt, data)
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """What was asked of it so far."""
+        from fedvlm.evaluate import questions
+
+        return questions.read(self.folder)
 
     def resume(self) -> Run:
         """Goes on where the run stopped."""
@@ -202,15 +218,16 @@ class Run:
 class Runs(Sequence[Run]):
     """Several runs: a table, a figure, a page."""
 
-    def __init__(self, members: Sequence[Run]):
+    def __init__(self, members: Sequence[Run], notes: Sequence[str] = ()):
         self.members = list(members)
+        self.notes = list(notes)  # what a table says of them, beside what their records say
 
     @overload
     def __getitem__(self, index: int) -> Run: ...
     @overload
     def __getitem__(self, index: slice) -> Runs: ...
     def __getitem__(self, index: int | slice) -> Run | Runs:
-        return Runs(self.members[index]) if isinstance(index, slice) else self.members[index]
+        return Runs(self.members[index], self.notes) if isinstance(index, slice) else self.members[index]
 
     def __len__(self) -> int:
         return len(self.members)
@@ -226,7 +243,13 @@ class Runs(Sequence[Run]):
         """One row per method: mean ± standard deviation over seeds. `last` round, or `selected` on validation."""
         from fedvlm.report.tables import summarise
 
-        return summarise(self.files, select)
+        return with_notes(summarise(self.files, select), self.notes)
+
+    def tables(self, select: Select = "last") -> dict[str, Table]:
+        """By data set and backbone, a table for each."""
+        from fedvlm.report.blocks import tables
+
+        return {name: with_notes(table, self.notes) for name, table in tables(self.files, select).items()}
 
     def figure(self, path: str | Path | None = None) -> Figure:
         """Drawn as a matplotlib figure, and written to a file where a path is given."""
@@ -246,10 +269,22 @@ class Runs(Sequence[Run]):
         return Path(path)
 
     def __repr__(self) -> str:
-        return f"Runs({len(self)})\n" + (str(self.table()) if any(r.done for r in self) else "none is finished")
+        if not any(r.done for r in self):
+            return f"Runs({len(self)})\nnone is finished"
+        tables = self.tables()
+        titled = [f"{name}\n{table}" if len(tables) > 1 else str(table) for name, table in tables.items()]
+        return f"Runs({len(self)})\n" + "\n\n".join(titled)
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_() if any(r.done for r in self) else html.escape(repr(self))
+        if not any(r.done for r in self):
+            return html.escape(repr(self))
+        tables = self.tables()
+        titles = [f"<p>{html.escape(name)}</p>" if len(tables) > 1 else "" for name in tables]
+        return "\n".join(title + table._repr_html_() for title, table in zip(titles, tables.values(), strict=True))
+
+
+def with_notes(table: Table, notes: list[str]) -> Table:
+    return replace(table, notes=[*table.notes, *notes])
 
 
 class KeyRow(NamedTuple):
@@ -369,10 +404,11 @@ def encode(setup: Setup, pools: Pools) -> Pool:
 def plan(setups: list[Setup], pools: Pools) -> list[Job]:
     """Every single run of these setups, with its folder; says what of private data would leave a client."""
     from fedvlm import console
-    from fedvlm.planning import jobs_of
+    from fedvlm.planning import jobs_of, sketch
 
-    for setup in setups:  # settings that a part refuses are reported before anything is encoded
-        _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
+    check_parts(setups)
+    for setup in setups:
+        sketch(setup, pools)
     encoded = [encode(s, pools) for s in setups]
     for setup in setups:
         if setup.merge.reveals:
@@ -382,6 +418,15 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
     from fedvlm.planning import Job, place, single_runs
 
     return [Job(j, place(j, p)) for s, p in zip(setups, encoded, strict=True) for j in single_runs(s, p)]
+
+
+def check_parts(setups: list[Setup]) -> None:
+    """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
+    from fedvlm.sinks import base as sinks
+
+    for setup in setups:
+        sinks.check(setup.config.log)
+        _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 
 
 def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
@@ -439,6 +484,32 @@ def resume(found: Sequence[Run]) -> Runs:
     if not waiting:
         console.note("nothing to resume: finished")
     return Runs(found)
+
+
+def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequence[str]) -> list[Evaluation]:
+    """Answers each question and writes the answer, with a progress bar for each."""
+    from fedvlm import console
+    from fedvlm.evaluate import finished, questions
+
+    setup = run.files.setup(run.trusted)
+    given = {"outsiders": listed(outsiders), "corrupt": listed(corrupt), "data": listed(data)}
+    asked = [(kind, what) for kind, each in given.items() for what in each]
+    if not asked:
+        raise FedvlmError("evaluate: ask something, such as outsiders=FOLDER, corrupt=fog,snow or data=OTHER")
+    finished.check_askable(run.files, setup, asked)
+    pools = new_pools()
+    check_same(run.files, setup, pools)
+    model = finished.Finished.of(run.files, setup, pools.load(setup))
+    found = []
+    for kind, what in asked:
+        with console.progress(f"{kind}={what}") as update:
+            found.append(finished.QUESTIONS[kind](model, what, lambda done, total: update(done, total=total)))
+        questions.write(run.folder, found[-1])
+    return found
+
+
+def listed(given: str | Path | Sequence[str]) -> list[str]:
+    return [str(given)] if isinstance(given, str | Path) else [str(g) for g in given]
 
 
 def check_same(run: RunFolder, setup: Setup, pools: Pools) -> None:

@@ -31,6 +31,7 @@ SOURCES = (
     "metrics/*.py",
     "engines/*.py",
     "recipes/**/*.yaml",
+    *(f"backbones/{name}.py" for name in ("layouts", "hf", "siglip", "open_clip", "vision_only", "pixels")),
 )
 
 
@@ -49,19 +50,26 @@ class MethodInfo(NamedTuple):
     upload: str  # kB per client and round, for 10 classes and 512 dimensions
 
 
+class BackboneInfo(NamedTuple):
+    name: str
+    how: str  # what a user gives as backbone=
+    adapters: list[str]
+
+
 class Catalogue(NamedTuple):
     digest: str
     run: list[Key]  # the keys of a run itself
     parts: dict[str, dict[str, PartInfo]]  # kind → name
     methods: list[MethodInfo]
     presets: dict[str, str]  # name → title
+    backbones: list[BackboneInfo]
 
     def to_json(self) -> str:
         return json.dumps(self, indent=0, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Catalogue:
-        digest, run, kinds, methods, presets = json.loads(text)
+        digest, run, kinds, methods, presets, backbones = json.loads(text)
 
         def keys(given: list[list[object]]) -> list[Key]:
             return [Key(*k)._replace(choices=tuple(k[4]), range=Range(*k[6])) for k in given]  # type: ignore
@@ -70,7 +78,9 @@ class Catalogue(NamedTuple):
             kind: {name: PartInfo(keys(given), summary) for name, (given, summary) in known.items()}
             for kind, known in kinds.items()
         }
-        return cls(digest, keys(run), found, [MethodInfo(*m) for m in methods], presets)
+        return cls(
+            digest, keys(run), found, [MethodInfo(*m) for m in methods], presets, [BackboneInfo(*b) for b in backbones]
+        )
 
 
 def current_digest() -> str:
@@ -126,7 +136,13 @@ def make(digest: str) -> Catalogue:
     titles = {name: recipe.load("fedavg", on=name).title.removeprefix("FedAvg on ") for name in recipe.presets()}
     from fedvlm.config import Config  # which imports this module
 
-    return Catalogue(digest, keys_of(Config), found, methods, titles)
+    return Catalogue(digest, keys_of(Config), found, methods, titles, backbone_infos())
+
+
+def backbone_infos() -> list[BackboneInfo]:
+    from fedvlm.backbones.layouts import LAYOUTS, usable_adapters
+
+    return [BackboneInfo(layout.name, layout.how, usable_adapters(layout.offer)) for layout in LAYOUTS]
 
 
 def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) -> tuple[str, str]:
@@ -156,6 +172,11 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
 
 
 if __name__ == "__main__":
-    SHIPPED.write_text(make(current_digest()).to_json() + "\n", encoding="utf-8")
+    from fedvlm import catalogue, reference  # this file as a module, whose types reference.py knows
+
+    made = catalogue.make(current_digest())
+    SHIPPED.write_text(made.to_json() + "\n", encoding="utf-8")
     recipe.write_published()
-    print(f"wrote {SHIPPED.name} and {recipe.PUBLISHED.name}")
+    if reference.PAGE.parent.is_dir():
+        reference.PAGE.write_text(reference.page(made), encoding="utf-8")
+    print(f"wrote {SHIPPED.name}, {recipe.PUBLISHED.name} and {reference.PAGE.name}")

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict
 
 import fedvlm
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.interrupts import shell_line, stoppable
 from fedvlm.names import printable
 
 
@@ -57,6 +58,10 @@ TRUST = Argument(
         "command says what that is, and does nothing",
     },
 )
+WITH_BACKBONE = Argument(
+    "--with-backbone", {"action": "store_true", "help": "copy the backbone's files into the folder"}
+)
+ONNX = Argument("--onnx", {"action": "store_true", "help": "also image encoder and adapter as one ONNX file"})
 DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
 COMMANDS = {
     "demo": Command("four methods on real images, from nothing, in about a minute", (PAIRS, CSV)),
@@ -83,9 +88,9 @@ COMMANDS = {
         "one static page from run folders", (RUNS, Argument("--out", {"default": "report.html", "metavar": "FILE"}))
     ),
     "convert": Command(
-        "data of other projects as data= takes it: LEAF's json (leaf), CoOp's split files (coop)",
+        "data of other projects as data= takes it: LEAF's json, CoOp's split files, DomainNet's lists, prostate MRI (NIfTI)",
         (
-            Argument("kind", {"choices": ("leaf", "coop")}),
+            Argument("kind", {"choices": ("leaf", "coop", "domainnet", "prostate")}),
             Argument("source", {"metavar": "SOURCE"}),
             Argument("out", {"metavar": "OUT", "help": "a new folder, or a .jsonl file for texts"}),
             PAIRS,
@@ -98,8 +103,17 @@ COMMANDS = {
             RUN,
             Argument("images", {"nargs": "+", "metavar": "IMAGE|FOLDER"}),
             CLIENT,
+            Argument(
+                "--top",
+                {"type": int, "default": 1, "metavar": "N", "help": "the N most probable classes of each image"},
+            ),
+            Argument(
+                "--backbone",
+                {"default": "", "metavar": "PLACE", "help": "the same weights, where the recorded place has none"},
+            ),
             TRUST,
-            CSV,
+            Argument("--out", {"metavar": "FILE", "help": "also write the table as CSV (also --csv)"}),
+            Argument("--csv", {"metavar": "FILE", "help": "as --out"}),
             Argument(
                 "--masks", {"metavar": "FOLDER", "default": "", "help": "write predicted masks there (segmentation)"}
             ),
@@ -107,7 +121,29 @@ COMMANDS = {
     ),
     "export": Command(
         "a folder to deploy from",
-        (RUN, Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}), CLIENT, TRUST),
+        (
+            RUN,
+            Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}),
+            CLIENT,
+            WITH_BACKBONE,
+            ONNX,
+            TRUST,
+        ),
+    ),
+    "push": Command(
+        "a folder in the layout of the Hugging Face hub, from a run or an export; uploads nothing",
+        (
+            Argument("run", {"metavar": "RUN|EXPORT"}),
+            Argument("folder", {"metavar": "FOLDER"}),
+            CLIENT,
+            WITH_BACKBONE,
+            ONNX,
+            TRUST,
+        ),
+    ),
+    "evaluate": Command(
+        "new questions to finished runs, without training: outsiders=A,B corrupt=fog,snow data=OTHER",
+        (RUN, PAIRS, TRUST, CSV),
     ),
     "attack": Command(
         "what embeddings that clients sent reveal about their images",
@@ -124,7 +160,10 @@ COMMANDS = {
             Argument(
                 "what",
                 {
-                    "choices": ("methods", "presets", "adapters", "local", "merges", "metrics", "engines", "data"),
+                    "choices": (
+                        *("methods", "presets", "adapters", "local", "merges", "metrics", "engines", "data"),
+                        *("backbones", "runs"),
+                    ),
                 },
             ),
         ),
@@ -170,6 +209,7 @@ COMMANDS = {
         (Argument("shell", {"choices": ("bash", "zsh", "fish")}),),
     ),
 }
+GOES_ON = ("demo", "run", "bench", "reproduce", "resume")  # commands that, given again, go on where they stopped
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 
@@ -180,16 +220,23 @@ def main(argv: list[str] | None = None) -> int:
 
         print("\n".join(complete(words[-1] if len(words) > 1 else "")))
         return 0
-    args = _parse(words)
+    args = argparse.Namespace(command="help", debug=False) if _asks_for_keys(words) else _parse(words)
     try:
-        importlib.import_module(f"fedvlm.commands.{args.command.replace('-', '_')}").main(args)
+        with stoppable():
+            if args.command == "help":
+                from fedvlm.commands.show import show_help
+
+                show_help(_parser(), words)
+            else:
+                importlib.import_module(f"fedvlm.commands.{args.command.replace('-', '_')}").main(args)
         return 0
     except FedvlmError as error:
         if args.debug:
             raise
         print(f"fedvlm: {shown(error)}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("\nfedvlm: stopped; what was saved stands (`fedvlm resume`)", file=sys.stderr)
+        on = f"; go on with: {shell_line(['fedvlm', *words])}" if args.command in GOES_ON else ""
+        print(f"\nfedvlm: stopped; what was saved stands{on}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()
@@ -211,18 +258,49 @@ def shown(error: Exception) -> str:
     return "\n  ".join(printable(line.strip()) for line in str(error).splitlines()[:20])
 
 
+def _asks_for_keys(words: list[str]) -> bool:
+    """`fedvlm run METHOD --help`."""
+    return words[:1] in (["run"], ["bench"]) and bool({"-h", "--help"} & set(words)) and not words[1].startswith("-")
+
+
 def _parse(words: list[str]) -> argparse.Namespace:
     """Words may stand before and behind options: argparse alone stops collecting them at the first option."""
     parser = _parser()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        parser.error(f"no command '{words[0]}'; {nearest(words[0], COMMANDS)}")
+        parser.error(f"no command '{words[0]}'; {_meant(words[0])}")
     args, rest = parser.parse_known_args(words)
     for word in rest:
         home = next((n for n in COLLECTS if hasattr(args, n)), None)
         if home is None or word.startswith("-"):
-            parser.error(f"unrecognised: {word}")
+            parser.error(f"unrecognised: {word}{_as_key(word, words)}")
         getattr(args, home).append(word)
     return args
+
+
+def _meant(word: str) -> str:
+    """Which command a word may mean: one by another name, a method, or one that is spelt like it."""
+    from fedvlm import recipe
+    from fedvlm.words import COMMANDS as ELSEWHERE
+
+    if meant := ELSEWHERE.get(word.lower()):
+        return f"did you mean {meant}?"
+    if word in recipe.names():
+        return f"{word} is a method: fedvlm run {word}"
+    return nearest(word, COMMANDS)
+
+
+def _as_key(word: str, words: list[str]) -> str:
+    """`--lr 0.1` as lr=0.1, where there is such a key."""
+    from fedvlm import catalogue
+    from fedvlm.words import key, option
+
+    known = catalogue.load()
+    every = {k.name for k in known.run} | {
+        k.name for kind in known.parts.values() for p in kind.values() for k in p.keys
+    }
+    if not word.startswith("--") or key(word.lstrip("-").partition("=")[0]) not in every:
+        return ""
+    return f"; keys are written {option(word, ''.join(words[words.index(word) + 1 :][:1]))}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,9 +26,9 @@ DEFAULTS = {
 
 def conclude(runs: list[RunFolder], picture: Path) -> None:
     """Prints the comparison with the frozen model in words and writes a figure."""
-    from fedvlm.report import figures, tables
+    from fedvlm.report import figures, gains, tables
 
-    for verdict in tables.against(tables.summarise(runs)):
+    for verdict in gains.against(tables.summarise(runs)):
         console.out.print(verdict, markup=False)
     figures.figure(runs, picture)
     folder = picture.parent

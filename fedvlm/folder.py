@@ -2,7 +2,8 @@
 
 run.json (the record, see records.py) · code/ (the user's own parts) · rounds.jsonl (one object per round) ·
 state.safetensors (after the last whole round, replaced atomically) · rows.bin (clients' private rows) ·
-outputs.safetensors (final logits on test) · log.txt
+outputs.safetensors (final logits on test) · evaluations/ (answers to later questions) · log.txt (only where a client
+failed)
 
 A folder without run.json holds no run: whatever a first command that was stopped left there is written again. A process
 that is killed costs the round under way. A power cut costs the same where rounds take longer than SYNC_SHARE syncs of the
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from fedvlm.data.pool import Pool
 
 STATE = "state.safetensors"
+SWEEP = "sweep"  # the folder of the runs that a sweep tried (sweep.py)
 KEEPS_ROWS = ("serial", "stacked")  # engines with the private rows of all clients in rows.bin
 SYNC_SHARE = 20  # waiting for the disk may take one part in so many of the time
 RESTORE = "restore it from a copy, or start the run anew elsewhere"
@@ -244,6 +246,8 @@ class RunFolder:
 
 
 def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
+    from fedvlm.core import SPLITS
+
     name, _, fingerprint = pool.backbone.rpartition("@")
     task, source, home = pool.task, pool.source, setup.parts
     return RunRecord(
@@ -269,21 +273,22 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
             novel=list(task.novel.classes) if task.novel else [],
             nouns=list(task.nouns),
             skipped=pool.skipped,
+            split=[int(federation.data.counts(part).sum()) for part in SPLITS] if source.has_split else [],
         ),
-        backbone=BackboneRecord(name, fingerprint, task.dim, task.scale),
+        backbone=BackboneRecord(name, fingerprint, task.dim, task.scale, pool.view),
         published=recipe.published(setup.method.name, setup.method.on, source.name, setup.settings()),
         reveals=setup.merge.reveals,
-        versions={
-            "fedvlm": fedvlm.__version__,
-            "commit": _commit(),
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "numpy": version("numpy"),
-        },
+        versions=versions(),
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         clients=list(federation.names),
         homes=dict(zip(federation.names, federation.domains, strict=True)),
     )
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers are computed by."""
+    known = {"fedvlm": fedvlm.__version__, "commit": _commit(), "python": platform.python_version()}
+    return known | {name: version(name) for name in ("torch", "numpy")}
 
 
 def _commit() -> str:
@@ -307,14 +312,15 @@ def differs(found: RunRecord, setup: Setup, pool: Pool) -> str:
 
 
 def find(paths: list[str]) -> list[RunFolder]:
-    """The runs at or below these folders."""
+    """The runs at or below these folders, without those that a sweep tried."""
     found = []
     for path in paths:
         folder = Path(path)
         if (folder / "run.json").is_file():
             found.append(RunFolder(folder))
         elif folder.is_dir():
-            found += [RunFolder(p.parent) for p in sorted(folder.rglob("run.json"))]
+            below = sorted(folder.rglob("run.json"))
+            found += [RunFolder(p.parent) for p in below if SWEEP not in p.relative_to(folder).parts]
         else:
             raise FedvlmError(f"{path}: no such run or folder of runs")
     if not found:

@@ -133,6 +133,7 @@ class DataRecord:
     novel: list[str] = field(default_factory=list)
     nouns: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # file → why it was left out
+    split: list[int] = field(default_factory=list)  # train, val and test images, where the data come with their split
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class BackboneRecord:
     fingerprint: str
     dim: int
     scale: float
+    view: str = ""  # of images, as the adapter got them: "embedding" where it asked for raw means unit vectors
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ class ExportRecord:
     method: MethodRecord
     identity: str  # of the run
     versions: dict[str, str]
+    scores: Scores = field(default_factory=dict)  # of the run on its clients' test images, by view
     format: int = EXPORT_FORMAT
 
     def to_json(self) -> str:

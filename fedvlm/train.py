@@ -27,6 +27,7 @@ from fedvlm.privacy.plan import check_method, planned, recorded
 from fedvlm.records import Result, RoundRecord
 from fedvlm.sampling import cohort_size, sampled
 from fedvlm.secure.settings import Secure, check_secure
+from fedvlm.sinks.base import opened
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
@@ -79,7 +80,13 @@ def train_on(
         job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup), run.name)
         engine: Engine = setup.engine_class().open(job)  # type: ignore[attr-defined]
         try:
-            play_rounds(setup, method, federation, engine, guard, run, on_round)
+            with opened(setup.config.log, run) as log:
+
+                def tell(record: RoundRecord) -> None:
+                    log(record)
+                    on_round(record)
+
+                play_rounds(setup, method, federation, engine, guard, run, tell)
         finally:
             engine.close()
     return run
@@ -88,6 +95,10 @@ def train_on(
 def device_of(setup: Setup) -> str:
     """The device for client steps: training on stored features runs on the CPU, networks and prompts use a GPU."""
     wanted, available = setup.config.device, torch.cuda.is_available()
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise FedvlmError("device=mps: torch finds no Apple GPU here; give device=cpu, or cuda for NVIDIA's")
+        return "mps"
     if wanted == "cuda" and not available:
         raise FedvlmError("device=cuda: torch finds no GPU here; give device=cpu")
     if wanted == "cpu" or not available or (wanted == "auto" and not setup.adapter.limits.gpu):

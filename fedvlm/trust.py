@@ -136,8 +136,10 @@ def needs(setup: Setup, uses: Collection[str] = ()) -> list[Need]:
     found = [need for home in setup.parts for need in part_needs(setup, home)]
     if not uses or "backbone" in uses:
         found += backbone_needs(setup.config.backbone)
+    if "merge" in setup.parts and (other := setup.parts["merge"].settings.get("text_backbone")):
+        found += backbone_needs(str(other))
     if not uses:
-        paths = {"data": setup.config.data, "outsiders": setup.config.outsiders}
+        paths = {key: getattr(setup.config, key) for key in ("data", "outsiders", "names", "split_file")}
         if kit := setup.config.federation:  # the data are at its sites
             found.append(Need("contact", f"the federation of {absolute(kit)}", ("federation", absolute(kit))))
             paths.pop("data")

@@ -7,6 +7,7 @@ requires, NeedsNouns), and `small_sizes` shrinks an adapter by the names of its 
 from __future__ import annotations
 
 import contextlib
+import copy
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import CLIPModel
 
     from fedvlm.backbones.hf import ImageTower
+    from fedvlm.backbones.whole import WholeModel
 
 STYLES = ("noto", "twemoji", "openmoji")  # domains and classes of the fixture `images`
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
@@ -147,6 +149,9 @@ def _example(
     if masks:
         data = replace(data, y=(data.x[:, 0] > 128).to(torch.uint8))
     towers = {"": lambda: None, "text tower": tiny_reader, "image tower": tiny_tower, "both towers": tiny_towers}
+    towers |= {"whole model": tiny_whole}
+    if requires == "whole model":
+        task = task._replace(phrases=task.classes)
     return task._replace(tower=towers[requires](), nouns=NOUNS if nouns else ()), data
 
 
@@ -219,6 +224,22 @@ def tiny_clip(layers: int = 2) -> CLIPModel:
     for weight in model.parameters():  # new norms are ones and zeros, which hide mistakes
         weight.data.add_(torch.randn(weight.shape, generator=draw, dtype=torch.float64) * 0.2)
     return model.eval().requires_grad_(False)
+
+
+def tiny_whole() -> WholeModel:
+    """All of `tiny_clip`, in the default dtype."""
+    return _tiny_whole(torch.get_default_dtype())
+
+
+@lru_cache
+def _tiny_whole(dtype: torch.dtype) -> WholeModel:
+    from fedvlm.backbones.hf import ImageTower
+    from fedvlm.backbones.whole import WholeModel
+
+    model = copy.deepcopy(tiny_clip()).to(dtype)
+    norm = SimpleNamespace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.2))
+    image = ImageTower(model.vision_model, model.visual_projection, norm)
+    return WholeModel(image, model, load("mini-clip").tokenizer)
 
 
 @lru_cache

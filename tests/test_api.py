@@ -128,7 +128,7 @@ def test_embeddings_as_arrays(tmp_path):
     run = fedvlm.run("fedot", data=data, unseen="site-3", rounds=3, out=tmp_path / "run")
     assert run.record.backbone.name == "embeddings" and run.rounds[-1]["P"] > 0.5
     found = fedvlm.bench(["fedavg", "fedclip"], data=data, seeds=[1], rounds=1, jobs=2, out=tmp_path / "bench")
-    assert len(found) == 8  # leave-one-domain-out over four sites
+    assert len(found) == 12  # leave-one-domain-out over four sites, with zero-shot
     with pytest.raises(FedvlmError, match="holds embeddings"):
         fedvlm.run("promptfl", data=data, out=tmp_path / "no")
     with pytest.raises(FedvlmError, match="given embeddings"):

@@ -65,7 +65,7 @@ def test_bench_writes_the_table(images, tmp_path, capsys):
     assert main([*words, f"out={tmp_path / 'runs'}", "--csv", str(out), "--latex", str(tmp_path / "t.tex")]) == 0
     rows = list(csv.DictReader(out.open()))
     assert [r["method"] for r in rows] == ["zero-shot", "fedavg", "fedot-all-local"]
-    assert list(rows[0])[:4] == ["method", "G", "P", "C"] and rows[2]["G"] == "" and float(rows[1]["P"]) > 0
+    assert list(rows[0])[:5] == ["method", "G", "S", "P", "C"] and rows[2]["G"] == "" and float(rows[1]["P"]) > 0
     assert rows[0]["runs"] == "6" and "–" in capsys.readouterr().out and r"\toprule" in (tmp_path / "t.tex").read_text()
     assert main(["compare", str(tmp_path / "runs"), "--select", "selected"]) == 0
 

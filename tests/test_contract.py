@@ -64,8 +64,12 @@ from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, cross_entropy
 
 # Refusals of combinations that cannot work, and why. Any other error fails the combination's test.
 EXPECTED = {
+    r"(merge|local)=moments works only together with (merge|local)=moments": "they exchange sums instead of updates",
+    r"local=moments does not go with adapter=\w+: it solves a classifier that is linear": "others have no closed form",
+    r"local=memory does not go with adapter=\w+: it fills a private memory": "others have none",
     r"(merge|local)=scaffold works only together with (merge|local)=scaffold": "they exchange control variates",
-    r"merge=text_server does not go with adapter=\w+: .* use adapter=lora towers=image": "it trains the text tower",
+    r"merge=(text_server|other_text) does not go with adapter=\w+: .* use adapter=lora": "it trains the text tower",
+    r"merge=prototypes (works on shared parameters named head|does not go with)": "it trains a classifier on embeddings",
     r"merge=transport works on shared parameters named context, outsiders": "it matches outsider prompts",
     r"merge=(classwise|transport) does not go with adapter=\w+: it averages by class": "masks have no classes",
     r"local=contrast does not go with adapter=\w+: .* use adapter=lowrank": "it compares two sets of class features",
@@ -124,8 +128,10 @@ def is_affordable(names: Names) -> bool:
 
 def is_typical(names: Names) -> bool:
     """Without --all, adapters in SIMILAR are not put together with all pairs: each
-    local rule and each merge once, and what is published."""
+    local rule and each merge once, and what is published; of VARIANTS what is published."""
     adapter, local, merge = names
+    if adapter in VARIANTS or merge in VARIANTS:
+        return (local, merge) == ("sgd", "mean") or names in published()
     return adapter not in SIMILAR or local == "sgd" or merge == "mean" or names in published()
 
 
@@ -161,8 +167,12 @@ class Recorder(Stacked):
         super().__init__(method, data, chunk, rows, diverged)
         self.path = rows
         self.first: list[Reply] = []
+        self.asked: list[
+            tuple[str, int]
+        ] = []  # in the first round: the step of each exchange, and bytes sent to a client
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        self.asked += [(step, message.nbytes)] if round == 1 and step != "score" else []
         for reply in super().run(step, ids, message, round, exchange):
             if (round, exchange) == (1, 0):
                 self.first.append(reply)
@@ -179,6 +189,7 @@ class Played:
     cohorts: list[Cohort]  # of each round
     files: list[bytes]  # the file of private rows
     replies: dict[int, tuple[Params, Params]]  # values and shared of each client's first reply
+    asked: list[tuple[str, int]]  # in the first round: the step of each exchange, and bytes sent to a client
 
 
 def play(
@@ -192,7 +203,9 @@ def play(
 ) -> Played:
     engine, refused = Recorder(method, data, chunk), list[str]()
     guard = Guard(method, NAMES, np.diff(data.bounds, axis=1), data.extras, log=refused.append)
-    out = Played([method.init(len(data))], [engine.rows.read(EVERYBODY, 0)], {}, [], [file_of(engine)], {})
+    out = Played(
+        [method.init(len(data))], [engine.rows.read(EVERYBODY, 0)], {}, [], [file_of(engine)], {}, engine.asked
+    )
     for round in range(rounds + 1):
         if round:
             out.cohorts.append(Cohort(engine, ids, round, lost=lost, guard=guard))
@@ -410,8 +423,10 @@ def check_bytes_are_exact(case: Case) -> None:
     rows = sum(case.data.counts("train")[i] for i in (1, 2, 4))
     loose = 8 * rows * sum(-math.prod(f.shape) for f in method.uploads.values() if -1 in f.shape)  # a row per example
     up = 3 * (nbytes(sent.shared) + 2 * method.upload_bytes) + loose  # upload_bytes counts float32
-    assert cohort.bytes_down == cohort.exchange * 5 * sent.nbytes
-    assert cohort.bytes_up == up + (cohort.exchange - 1) * 3 * 8
+    assert case.lossy.asked[0] == ("train", sent.nbytes) and len(case.lossy.asked) == cohort.exchange
+    assert cohort.bytes_down == 5 * sum(size for _, size in case.lossy.asked)
+    later = [f for step, _ in case.lossy.asked[1:] for f in steps.find(step).schema(method, {}).values.values()]
+    assert cohort.bytes_up == up + 3 * 8 * sum(math.prod(f.shape) for f in later)
 
 
 def check_a_newcomer_uses_the_shared_model(case: Case) -> None:
@@ -453,6 +468,19 @@ FURTHER: tuple[Check, ...] = (
 )
 SHARES_ALL, HAS_PRIVATE = "head", "rotation"
 SIMILAR = ("attention", "linear", "mlp")  # to these two
+# variants of others: without --all only as published, and with plain training and the mean
+VARIANTS = (
+    "affine",
+    "alexnet",
+    "both_towers",
+    "guided",
+    "memory",
+    "other_text",
+    "prototypes",
+    "server_coop",
+    "two_masks",
+    "visual_head",
+)
 
 
 def checks_of(names: Names) -> tuple[Check, ...]:
@@ -503,7 +531,7 @@ ROBUST = ("median", "trimmed")  # of running statistics they take their own robu
 @pytest.mark.parametrize("merge", parts.names("merge"))
 def test_running_statistics_are_averaged_and_counted_nowhere_else(merge, double):
     """In a network with batch norm, statistics of any size change neither the other parameters nor the weights."""
-    local = "scaffold" if merge == "scaffold" else "sgd"
+    local = merge if merge in ("moments", "scaffold") else "sgd"
     names = ("resnet", local, merge)
     if is_expected(refusal(names)):
         pytest.skip(refusal(names))
@@ -726,6 +754,7 @@ def test_gradients_in_closed_form_are_autograds(name, double):
 
 
 READ_ANEW = {"conditional": "its prompts depend on the image", "visual": "it does not change the text tower"}
+READ_ANEW |= {"server_coop": READ_ANEW["conditional"], "visual_head": READ_ANEW["visual"]}
 READERS = [n for n in parts.names("adapter") if small_adapter(n).requires in ("text tower", "both towers")]
 
 

@@ -9,8 +9,10 @@ import runpy
 import shutil
 from pathlib import Path
 
+import open_clip_models
 import pytest
 import yaml
+from siglip_models import siglip_folder
 
 import fedvlm
 from fedvlm import parts
@@ -112,3 +114,24 @@ def test_the_citation_is_of_this_version():
     about = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (about["title"], about["license"], about["cff-version"]) == ("fedvlm", "Apache-2.0", "1.2.0")
     assert about["version"] == fedvlm.__version__
+
+
+def test_the_walk_with_own_images_and_models_runs(work, capsys, monkeypatch):
+    """A random SigLIP and a random open_clip model stand for the user's own."""
+    siglip, open_clip = work / "siglip", work / "open-clip"
+    open_clip.mkdir()
+    siglip_folder(siglip)
+    open_clip_models.write_model("vit", open_clip, open_clip_models.shapes("vit"))
+    monkeypatch.setattr("sys.argv", ["own_data.py", "--siglip", str(siglip), "--open-clip", str(open_clip)])
+    runpy.run_path("own_data.py", run_name="__main__")
+    text = capsys.readouterr().out
+    assert text.count("$ fedvlm ") == 9 and "auroc@flowers" in text and "cacc@fog" in text
+    home = Path("own-data")
+    assert RunFolder(home / "flowers-run").record.data.classes == ["daisy", "rose", "violet"]
+    assert {RunFolder(home / name).record.backbone.name for name in ("siglip", "open-clip")} == {
+        str(siglip),
+        str(open_clip),
+    }
+    assert (home / "elsewhere" / "model.onnx").is_file() and (home / "elsewhere" / "backbone").is_dir()
+    [(label, probability)] = fedvlm.load(home / "elsewhere").predict(home / "hospitals" / "images" / "east-rose-00.png")
+    assert label in ("daisy", "rose", "violet") and 0 < probability <= 1

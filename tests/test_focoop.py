@@ -18,6 +18,7 @@ from fedvlm.core import Batch, Cohort, Extra, Message, copy_per_client, with_cli
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.export.folder import export
 from fedvlm.local.bdro import Bdro, noise
 from fedvlm.local.contrast import Contrast
 from fedvlm.local.means import Means
@@ -27,7 +28,7 @@ from fedvlm.merge.base import Gaps, Replies
 from fedvlm.merge.classwise import mean_by_class
 from fedvlm.merge.transport import Transport, drawn_to_barycentre, least_per_noun, transport_plan
 from fedvlm.method import Method
-from fedvlm.predictor import export, from_run
+from fedvlm.predictor import from_run
 
 PROMPTS = Outsiders(context=2, count=3)
 

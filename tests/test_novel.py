@@ -437,7 +437,7 @@ def test_both_protocols_in_one_table(bench, images, tmp_path):
     usual = train.train(setup, Pools().load(setup), tmp_path / "usual")
     found = [RunFolder(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))]
     table = summarise([usual, *found])
-    assert table.columns[1:8] == ["G", "P", "C", *MEASURES]
+    assert table.columns[1:9] == ["G", "S", "P", "C", *MEASURES]
     one, other = sorted(table.rows, key=lambda r: "base-to-novel" in r["method"])
     assert one["novel"] == "–" and one["G"] != "–" and other["novel"] != "–" and other["G"] == "–"
     assert "protocol=base-to-novel" in other["method"] and "protocol" not in one["method"]

@@ -56,6 +56,7 @@ def known() -> Catalogue:
         (["ls", "methods"], 0, "fedot"),
         (["ls", "adapters"], 0, "rotation"),
         (["ls", "presets"], 0, "unet"),
+        (["ls", "backbones"], 0, "SigLIP"),
         (["show", "fedot"], 0, "weight_decay"),
         (["show", "fedot", "--yaml"], 0, "weight_decay: 0.0005"),
         (["show", "ga", "on=unet"], 0, "adapter=unet"),

@@ -12,15 +12,16 @@ import pytest
 from test_report import DOMAINS
 from test_report import write as fake_run
 
-from fedvlm import api, catalogue, recipe
+from fedvlm import api, catalogue, comparison, recipe
 from fedvlm.cli import main
+from fedvlm.commands.reproduce import reasons
 from fedvlm.config import resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.report.tables import differences, summarise
 from fedvlm.reproduce import manifest
 from fedvlm.reproduce.data import BACKBONES, Found, locate, other_backbone, vision
-from fedvlm.reproduce.manifest import LAYOUTS, data_sets, find, numbers_of, parts
+from fedvlm.reproduce.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
 from fedvlm.reproduce.measures import half_width, seed_values
 from fedvlm.reproduce.rehearsal import made_up
 from fedvlm.reproduce.run import keys_of
@@ -37,7 +38,7 @@ def test_every_manifest_can_be_read_and_its_runs_can_be_set_up(paper):
     seen = set()
     for part in known:
         assert set(part.measures) >= {m for row in part.rows for m in row.numbers}
-        assert part.missing or part.data in data_sets(), part.title
+        assert part.missing or part.over or part.data in data_sets(), part.title
         assert not part.missing or not part.able
         titles = [row.title for row in part.rows]
         assert len(set(titles)) == len(titles), (part.title, part.name, titles)
@@ -83,6 +84,7 @@ def test_a_table_is_found_by_its_number():
         ({"rouns": 3}, "rouns: no such key; did you mean rounds"),
         ({"data": "pasc"}, "data: pasc; did you mean pacs"),
         ({"measures": ["Q"]}, "measures: Q"),
+        ({"figure": "tsen"}, "figure: tsen; did you mean tsne"),
         ({"measures": ["seconds@photo"]}, "measures: seconds@photo"),
         ({"rows": [{"method": "fedto"}]}, "no such recipe; did you mean fedot"),
         ({"rows": [{"method": "promptfl", "on": "resnet"}]}, "depends on its adapter"),
@@ -111,7 +113,7 @@ def test_a_wrong_manifest_is_an_error_that_names_the_place(change, says):
         ("fedot", "1 part=pacs", "fedot"),
         ("fedclip", "1 part=pacs", "fedclip"),
         ("fft-gp", "10", "fft-gp"),
-        ("feddtl", "13 part=caltech101-16-shot-iid", "zero-shot"),
+        ("feddtl", "13 part=caltech101-16-shot-non-iid", "zero-shot"),
         ("focoop", "1 part=cifar100-non-overlap", "promptfl"),
     ],
 )
@@ -123,9 +125,61 @@ def test_one_table_of_each_paper_is_rehearsed(paper, table, rows, capsys, tmp_pa
     header, *lines = (tmp_path / "x.csv").read_text().splitlines()
     values = [dict(zip(header.split(","), line.split(","), strict=True)) for line in lines]
     assert any(v["ours"] and v["paper"] for v in values)
+    if paper == "focoop":  # asked of the finished run
+        assert next(v["ours"] for v in values if v["measure"] == "cacc@brightness")
     for v in values:
         if v["ours"] and v["paper"]:
             assert float(v["difference"]) == pytest.approx(float(v["ours"]) - float(v["paper"]))
+
+
+def test_a_figure_is_drawn(capsys, tmp_path):
+    words = ["reproduce", "focoop", "fig-6", "--rehearse", "seeds=1", "jobs=1", f"figure={tmp_path / 'x.png'}"]
+    assert main(words) == 0
+    assert "x.png: similarity of images and prompts" in capsys.readouterr().out
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_row_of_every_table_can_be_run(paper):
+    """By a method of fedvlm or, of a mean over data sets, by the parts that it is the mean of."""
+    assert reasons(parts(paper)) == {}
+    for part in parts(paper):
+        assert runnable(part) == len(part.rows), (part.title, part.name)
+        assert not part.over or len(members(part)) > 1
+
+
+def test_a_mean_over_data_sets(tmp_path, capsys):
+    for name in ("pacs", "vlcs"):
+        made_up(data_sets()[name], tmp_path / name).joinpath(name).rename(tmp_path / f"{name}-images")
+    (tmp_path / "data").mkdir()
+    for name in ("pacs", "vlcs"):
+        (tmp_path / f"{name}-images").rename(tmp_path / "data" / name)
+    words = ["reproduce", "fedot", "1", "part=average", f"data={tmp_path / 'data'}", "methods=zero-shot", "seeds=1"]
+    assert main([*words, "jobs=1", f"out={tmp_path / 'runs'}"]) == 0
+    out = capsys.readouterr().out
+    first, second, mean = (float(v) for v in re.findall(r"CLIP \(ZS\) +G +([\d.]+)", out))
+    assert mean == pytest.approx((first + second) / 2, abs=0.01)
+    assert "2 of 5 data sets are there" in out and re.search(r"FEDOT \(Ours\) +G +– +– +76.04", out)
+
+
+def test_figures_whose_numbers_stand_in_tables_are_found():
+    assert {p.table for p in find("focoop", "fig-9")} == {"Table 11", "Table 12"}
+    assert {p.table for p in find("focoop", "fig-3")} == {"Table 13", "Table 14"}
+    assert {p.table for p in find("feddtl", "fig-5")} == {"Table 26"}
+    assert {p.table for p in find("fft-gp", "fig-5")} == {"Figure 5"} and find("fft-gp", "fig-5")[0].figure == "surface"
+
+
+def test_sets_of_outsiders_are_looked_for_beside_the_data(tmp_path):
+    (part,) = find("focoop", "11", "cifar100-non-overlap")
+    folder = made_up(data_sets()["cifar100"], tmp_path / "data")
+    for name in ("DTD", "iSUN"):
+        made_up(replace(data_sets()["cifar10"], name=name), tmp_path / name).joinpath(name).rename(folder / name)
+    found = locate(part, str(folder))
+    assert found.outsider_sets == {"dtd": str(folder / "DTD"), "isun": str(folder / "iSUN")}
+    assert found.names["isun"] == "iSUN" and found.outsiders == str(folder / "DTD")
+    from fedvlm.reproduce import run
+
+    assert "no folder places in or beside the data: its columns are empty" in run.notes(part, [], found)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +269,12 @@ def test_the_papers_backbone_is_known_by_its_sizes(tmp_path):
     assert other_backbone(part, resolve("fedot", {"backbone": str(tmp_path)})) == str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {}}))
     assert other_backbone(part, resolve("fedot", {"backbone": str(tmp_path)})) == ""
+    stages = {"embed_dim": 1024, "vision_cfg": {"image_size": 224, "layers": [3, 4, 6, 3], "width": 64}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": stages}))
+    assert vision(str(tmp_path)) == BACKBONES["CLIP ResNet50"]
+    vit = {"embed_dim": 512, "vision_cfg": {"image_size": 224, "layers": 12, "width": 768, "patch_size": 32}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": vit}))
+    assert vision(str(tmp_path)) == BACKBONES["CLIP ViT-B/32"]
     resnet = find("fft-gp", "2", "pacs")[0]
     keys = {"on": "resnet", "depth": 50}
     assert "random weights" in other_backbone(resnet, resolve("fedavg", keys))
@@ -275,11 +335,11 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
 def test_bench_refuses_methods_with_different_budgets(capsys):
     """On another backbone than mini-clip FedOT's own 200 rounds stand against FedAvg's 50."""
     with pytest.raises(FedvlmError, match=r"rounds 200 \(fedot\) and 50 \(fedavg\); run them alike"):
-        api.bench_setups(["fedot", "fedavg", "zero-shot"], {"settings": "paper", "unseen": "noto"}, api.new_pools())
-    setups = api.bench_setups(
+        comparison.setups_of(["fedot", "fedavg", "zero-shot"], {"settings": "paper", "unseen": "noto"}, api.new_pools())
+    setups = comparison.setups_of(
         ["fedot", "fedavg"], {"settings": "paper", "unseen": "noto", "rounds": 3}, api.new_pools()
     )
-    assert [s.config.rounds for s in setups] == [3, 3]
+    assert [s.config.rounds for s in setups] == [0, 3, 3]  # zero-shot comes first
 
 
 def test_lists(capsys):

@@ -277,3 +277,10 @@ def test_of_several_runs_one_that_fails_is_named_and_the_others_finish(at_once, 
     }
     for i in (0, 2):
         assert [record["round"] for k, record, _ in told if k == i and record] == [0, 1, 2, 3]
+
+
+def test_runs_that_fail_alike_are_told_once(images, tmp_path):
+    jobs = [Job(small_setup(images, dropout=1.0, rounds=8, seed=s), tmp_path / f"bad-{s}") for s in (1, 2)]
+    with pytest.raises(FedvlmError, match=r"^2 of 2 runs failed:\n  bad-1, bad-2: 3 rounds in a row") as caught:
+        run_all(jobs, 1, Pools(), lambda i, record, error: None)
+    assert str(caught.value).count("\n") == 1

@@ -708,7 +708,7 @@ def test_too_few_clients_are_not_even_asked(double):
             method.round(method.init(len(data)), Cohort(None, ids, 1, lost=lost, secure=SECURE))
 
 
-@pytest.mark.parametrize("name", [n for n in parts.names("merge") if n not in ("mean", "classwise")])
+@pytest.mark.parametrize("name", [n for n in parts.names("merge") if n not in ("mean", "classwise", "moments")])
 def test_merges_that_look_at_single_replies_are_refused(name):
     assert parts.find("merge", name)().needs_replies().startswith("works on the replies of single clients")
 

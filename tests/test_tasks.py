@@ -31,6 +31,7 @@ from fedvlm.data.source import open_source
 from fedvlm.data.text import ALPHABET, BLOCK, WINDOW, tokens
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.export import folder as exported
 from fedvlm.folder import RunFolder
 from fedvlm.local.bgp import Bgp
 from fedvlm.local.descent import MOMENTUM, gradient_step, with_proximal_term
@@ -388,8 +389,8 @@ def test_towers_predict_from_a_run_and_from_an_export(method, on, tmp_path, imag
     paths = sorted((images / "noto").rglob("*.png"))[::12]
     found = predictor.from_run(run).predict(paths)
     assert [c for c, _ in found] and all(0 < p <= 1 for _, p in found)
-    predictor.export(run, tmp_path / "out")
-    again = predictor.load(tmp_path / "out").predict(paths)
+    exported.export(run, tmp_path / "out")
+    again = exported.load(tmp_path / "out").predict(paths)
     assert [c for c, _ in again] == [c for c, _ in found]
     outputs = load_file(run.folder / "outputs.safetensors")
     assert outputs["shared.logits"].shape[1] == 5

@@ -82,7 +82,7 @@ def require_phrases(task: Task) -> tuple[str, ...]:
     if len(task.phrases) != len(task.classes):
         raise FedvlmError(
             f"Task.phrases holds {len(task.phrases)} phrases for {len(task.classes)} classes, and this adapter's text tower "
-            "encodes them; give the phrases that Task.text embeds, one per class"
+            "encodes one for each; give a single template= (in Python, the phrases that Task.text embeds)"
         )
     return task.phrases
 

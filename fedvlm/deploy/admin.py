@@ -85,6 +85,8 @@ def refuse(setup: Setup) -> None:
         f"score={config.score}": config.score != "own",
         f"unseen_split={config.unseen_split}": config.unseen_split != "test",
         "classes=": bool(config.classes),
+        "names=": bool(config.names),
+        "split=FILE": bool(config.split_file),
         "data=": "data" in setup.given,
     }
     for key, given in reasons.items():

@@ -204,7 +204,8 @@ class Agent:
         """The run's setup with what is this site's own."""
         if setup.config.outsiders:
             raise FedvlmError("outsiders= is a folder of who asks, and sites open only their own; leave it out")
-        return setup.with_(data=self.about.data, backbone=self.about.backbone, domains=0, unseen=(), partition="auto")
+        own = {"data": self.about.data, "backbone": self.about.backbone, "names": "", "split_file": ""}
+        return setup.with_(**own, domains=0, unseen=(), partition="auto")
 
     @cached_property
     def backbone(self) -> Backbone:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fedvlm.config import Config
     from fedvlm.deploy.plan import Agreed
 
-STEPS = ("train", "validate", "score", "diagnose", "secure.*")
+STEPS = ("train", "adjust", "validate", "score", "diagnose", "secure.*")
 
 
 @dataclass(frozen=True)

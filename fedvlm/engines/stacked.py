@@ -160,5 +160,7 @@ def max_clients(adapter: Adapter, device: str) -> int:
     """The adapter's limit: that of a CPU, times the GPU's memory in units of 16 GiB."""
     if device == "cpu":
         return adapter.limits.clients
+    if device == "mps":  # its memory is the computer's own
+        return adapter.limits.clients
     memory = int(torch.cuda.get_device_properties(device).total_memory)
     return adapter.limits.clients * max(1, memory // (16 << 30))

@@ -17,7 +17,7 @@ from fedvlm.metrics.base import Additive, one_hot_statistic
 
 @dataclass(frozen=True)
 class Ece(Additive):
-    bins: Count = 15
+    bins: Count = 15  # of equal width, from confidence 0 to 1
 
     lower_is_better: ClassVar[bool] = True
     limits: ClassVar[tuple[float, float]] = (-1, 1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedvlm.config import Setup
 from fedvlm.data.source import NO_DOMAIN, Source, open_source
@@ -24,7 +24,8 @@ class Found(NamedTuple):
     names: dict[str, str]  # the manifest's name of a domain → the folder's
     differs: str  # from the paper's data, in words; "": it looks the same
     outsiders: str = ""  # the folder of the table's outsiders, where it has some
-    smaller: Mapping[str, object] = MappingProxyType({})  # a rehearsal's keys for the adapters that have them
+    outsider_sets: Mapping[str, str] = MappingProxyType({})  # of auroc@NAME and fpr95@NAME: their folders, where found
+    smaller: Mapping[str, object] = MappingProxyType({})  # a rehearsal's keys for the parts that have them
 
 
 class Vision(NamedTuple):
@@ -40,12 +41,14 @@ BACKBONES = {
     "CLIP ViT-B/32": Vision(32, 768, 12, 512),
     "CLIP ViT-B/16": Vision(16, 768, 12, 512),
     "CLIP ViT-L/14": Vision(14, 1024, 24, 768),
+    "CLIP ResNet50": Vision(0, 64, 16, 1024),  # no patches; the channels of the stem, and blocks of all stages
 }
 CLIP_DEFAULTS = {
     "patch_size": 32,
     "hidden_size": 768,
     "num_hidden_layers": 12,
 }  # of transformers, where a config is silent
+ALEXNET, OPEN_CLIP = "AlexNet", "open_clip_config.json"
 DEPTHS = {"ResNet50 from ImageNet": 50}  # networks that start from a file of weights (start=)
 
 
@@ -61,14 +64,21 @@ def locate(part: Part, data: str, outsiders: str = "") -> Found:
         known = {plain(name) for name in data_sets()}
         if differs or plain(path.name) in known:  # nothing but its classes and its name says what it is
             raise FedvlmError(_wrong(data, wanted, differs or f"its name is {path.name}"))
-    return Found(str(path), names, differs, outsiders or _outsiders(part, root))
+    sets = {name: str(p) for name in part.places("auroc", "fpr95") if (p := _near(root, name))}
+    names |= {name: Path(p).name for name, p in sets.items()}  # as `fedvlm evaluate` calls them
+    return Found(str(path), names, differs, outsiders or _outsiders(part, root), sets)
+
+
+def _near(root: Path, name: str) -> Path | None:
+    """What is called so inside or beside a folder."""
+    return _inside(root, name) or _inside(root.absolute().parent, name)
 
 
 def _outsiders(part: Part, root: Path) -> str:
     """The folder of the outsiders that the table names, inside or beside the data."""
     if not (name := str(part.keys.get("outsiders", ""))):
         return ""
-    if found := _inside(root, name) or _inside(root.parent, name):
+    if found := _near(root, name):
         return str(found)
     raise FedvlmError(
         f"{part.title} needs images of no class ({name}): give outsiders=FOLDER, or put {name} beside the data"
@@ -139,8 +149,10 @@ def other_backbone(part: Part, setup: Setup) -> str:
     name = setup.config.backbone
     if not part.backbone:
         return ""
+    settings = setup.parts["adapter"].settings
+    if part.backbone == ALEXNET:
+        return "" if settings.get("width") == 64 else f"a narrower network (width {settings.get('width')})"
     if depth := DEPTHS.get(part.backbone):
-        settings = setup.parts["adapter"].settings
         if settings.get("depth") != depth:
             return f"a network of depth {settings.get('depth')}"
         return "" if settings.get("start") else "random weights (start=FILE takes ImageNet's)"
@@ -148,7 +160,8 @@ def other_backbone(part: Part, setup: Setup) -> str:
 
 
 def vision(backbone: str) -> Vision | None:
-    """The sizes of the image tower of a folder or hub name in Hugging Face format; None where they are not known."""
+    """The sizes of the image tower of a hub name, or of a folder in Hugging Face or open_clip format; None where they are
+    not known."""
     if known := [v for title, v in BACKBONES.items() if plain(title.replace("CLIP ViT-", "")) in plain(backbone)]:
         if not Path(backbone).exists():
             return known[0]
@@ -156,10 +169,21 @@ def vision(backbone: str) -> Vision | None:
         sizes = {"base": (768, 12, 512), "large": (1024, 24, 768)}[match[1]]
         if not Path(backbone).exists():
             return Vision(int(match[2]), *sizes)
+    folder = Path(backbone).expanduser()
     try:
-        config = json.loads((Path(backbone).expanduser() / "config.json").read_text(encoding="utf-8"))
+        if (folder / OPEN_CLIP).exists():
+            return _open_clip(json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))["model_cfg"])
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tower = CLIP_DEFAULTS | config["vision_config"]
         dim = config.get("projection_dim", 512)
         return Vision(tower["patch_size"], tower["hidden_size"], tower["num_hidden_layers"], dim)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _open_clip(config: dict[str, Any]) -> Vision:
+    tower, dim = config["vision_cfg"], config["embed_dim"]
+    layers = tower.get("layers", 12)
+    if isinstance(layers, list):  # a residual network's stages
+        return Vision(0, tower.get("width", 64), sum(layers), dim)
+    return Vision(tower.get("patch_size", 16), tower.get("width", 768), layers, dim)

@@ -31,6 +31,7 @@ BY_PLACE = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "base", "novel", "hm
 PART_KEYS = tuple(recipe.PublishedTable.__annotations__)
 SET_KEYS = ("title", "layout", "domains", "more_domains", "classes", "get")
 LAYOUTS = ("domain/class/image", "class/image", "site/image+mask", "text")
+FIGURES = ("similarity", "surface", "tsne", "weights")  # files of fedvlm/report that draw trained models
 AVERAGE = "average"  # the data of a part that is a mean over data sets
 
 
@@ -80,15 +81,22 @@ class Part:
     missing: str
     select: str
     rows: tuple[Row, ...]
+    figure: str = ""  # of FIGURES; "": none is drawn
+    over: tuple[str, ...] = ()  # of a mean over data sets: the tables whose parts it is the mean of
 
     @property
     def title(self) -> str:
         return f"{self.cited} {self.table}"
 
+    def places(self, *measures: str) -> list[str]:
+        """What stands behind the @ of these measures."""
+        found = [m.partition("@") for m in self.measures]
+        return list(dict.fromkeys(place for name, _, place in found if place and name in measures))
+
     @property
     def able(self) -> list[Row]:
         """The rows that can be run."""
-        return [] if self.missing else [r for r in self.rows if not r.missing]
+        return [] if self.missing or self.over else [r for r in self.rows if not r.missing]
 
 
 @cache
@@ -132,7 +140,9 @@ def find(paper: str, table: str, part: str = "") -> list[Part]:
         raise FedvlmError(
             f"'{table}' is no table; give its number, such as 1, S5 or fig-5 (`fedvlm reproduce {paper}`)"
         )
-    found = [p for p in known if wanted & numbers_of(p.table)]
+    found = [p for p in known if wanted & numbers_of(p.table)] or [
+        p for p in known if wanted & figures_of(f"{p.caption}; {p.note}")
+    ]
     if not found:
         raise FedvlmError(f"{paper} has no table '{table}'; `fedvlm reproduce {paper}` lists them")
     names = list(dict.fromkeys(p.name for p in found))
@@ -150,6 +160,11 @@ def numbers_of(table: str) -> set[str]:
     }
 
 
+def figures_of(text: str) -> set[str]:
+    """The figures that a caption or note names, whose numbers are those of the table: "(Figures 4, 8 and 9)"."""
+    return {n for match in re.findall(r"Figures? [\d\w]+(?:(?:, | and | to )\d\w*)*", text) for n in numbers_of(match)}
+
+
 def _part(path: Path, paper: str, cited: str, table: dict[str, Any]) -> Part:
     where = f"{table.get('table', '?')} ({table.get('part') or table.get('data', '?')})"
     _only(path, where, table, PART_KEYS)
@@ -158,24 +173,40 @@ def _part(path: Path, paper: str, cited: str, table: dict[str, Any]) -> Part:
             raise FedvlmError(f"{path}: {where}: {key}: is missing")
     if table["data"] not in (*data_sets(), AVERAGE):
         raise FedvlmError(f"{path}: {where}: data: {table['data']}; {nearest(table['data'], data_sets())}")
+    if (figure := table.get("figure", "")) not in ("", *FIGURES):
+        raise FedvlmError(f"{path}: {where}: figure: {figure}; {nearest(figure, FIGURES)}")
     for measure in table["measures"]:
         _check_measure(path, where, measure)
     keys: Settings = table.get("run", {}) | table.get("settings", {}) | {"seeds": table.get("seeds", SEEDS)}
     keys |= {"rounds": table["rounds"]} if "rounds" in table else {}
-    rows = tuple(_row(path, where, r, tuple(table["measures"])) for r in table["rows"])
+    over = tuple(map(str, table.get("over", ())))
+    rows = tuple(_row(path, where, r, tuple(table["measures"]), bool(over)) for r in table["rows"])
     text = {k: str(table.get(k, "")) for k in ("table", "caption", "data", "backbone", "note", "missing")}
     name = table.get("part", table["data"])
     return Part(
         **text, paper=paper, cited=cited, name=name, keys=keys, measures=tuple(table["measures"]), rows=rows,
-        select=table.get("select", "last"),
+        select=table.get("select", "last"), figure=figure, over=over,
     )  # fmt: skip
 
 
-def _row(path: Path, where: str, row: dict[str, Any], measures: tuple[str, ...]) -> Row:
+def members(part: Part) -> list[Part]:
+    """Of a mean over data sets, the parts that it is the mean of: "average-iid" is that of "cifar10-iid", …"""
+    setting = part.name.removeprefix(AVERAGE).lstrip("-")
+    tables = [p for p in parts(part.paper) if p.data != AVERAGE and numbers_of(p.table) & set(part.over)]
+    return [p for p in tables if p.name == "-".join(filter(None, (p.data, setting)))]
+
+
+def runnable(part: Part) -> int:
+    """How many rows can be run, of a mean those of its members."""
+    known = {r.title for p in members(part) for r in p.able} if part.over else {r.title for r in part.able}
+    return sum(r.title in known for r in part.rows)
+
+
+def _row(path: Path, where: str, row: dict[str, Any], measures: tuple[str, ...], is_mean: bool) -> Row:
     where = f"{where}: {row.get('title') or row.get('method', '?')}"
     _only(path, where, row, (*ROW_KEYS, *measures))
     method, missing = row.get("method", ""), row.get("missing", "")
-    if not missing:
+    if not (missing or is_mean):
         try:
             _load(method, row.get("on", ""))
         except FedvlmError as error:

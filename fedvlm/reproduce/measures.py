@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
+from fedvlm.evaluate import questions
 from fedvlm.evaluate.protocols import by_seed, mean_if_complete, row, summary
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, Number, RunRecord, Select, value_of
@@ -35,6 +36,8 @@ def seed_values(measure: str, runs: Sequence[RunFolder], names: Mapping[str, str
     if place and name in ("G", "P", "C"):
         runs = [r for r in runs if target in r.record.unseen]
         values = _each(runs, lambda run: _cell(run.record, name, target, domain, select))
+    elif measure == "cacc" and not any("cacc" in r.record.finished.last for r in runs):
+        values = _each(runs, _mean_corrupted)
     elif name in ("G", "P", "C", *MEASURES) and not place:
         values = [scores.get(name) for scores in by_seed([r.record for r in runs], select).values()]
     else:
@@ -63,6 +66,12 @@ def _cell(record: RunRecord, name: str, target: str, domain: str, select: Select
     return summary([entries])[name]
 
 
+def _mean_corrupted(run: RunFolder) -> Number:
+    """Over the kinds of corruption that the run was asked about."""
+    asked = [e.scores[f"cacc@{e.name}"] for e in questions.read(run.folder) if e.kind == "corrupt"]
+    return mean_if_complete([scores.get("personal") for scores in asked]) if asked else None
+
+
 def _single(run: RunFolder, name: str, place: str, select: Select) -> Number:
     record = run.record
     result, scored = record.finished, record.finished.at(select)
@@ -70,7 +79,10 @@ def _single(run: RunFolder, name: str, place: str, select: Select) -> Number:
         if name == "acc":
             score = row(record, select).get(place)
             return None if score is None else score[0]
-        return value_of(scored, f"{name}@{place}")
+        measure = f"{name}@{place}"
+        if measure not in scored and scored["round"] == result.last["round"]:  # the models that `fedvlm evaluate` asks
+            return questions.answer(run.folder, measure)
+        return value_of(scored, measure)
     if name in ("worst", "best"):
         return scored.get("personal", {}).get(name)
     if name == "variance":

@@ -25,20 +25,25 @@ OUTSIDERS = 99  # the colour of images of no class
 PALETTES = 2  # domains that look different; encoding takes most of the time, and equal images are encoded once
 SMALL: dict[str, dict[str, object]] = {  # network → keys that make it small
     "resnet": {"backbone": f"pixels:{SIDE}", "depth": 10, "width": 4},
+    "alexnet": {"backbone": f"pixels:{SIDE}", "width": 2},
     "unet": {"backbone": f"pixels:{SIDE}", "width": 2, "levels": 2},
     "lstm": {"hidden": 8, "layers": 1, "stride": 40, "domains": 4},
 }
-SMALLER = {"candidates": 128}  # nouns that are encoded; all of them take minutes
+SMALLER = {  # for the parts that have such a key
+    "candidates": 128,  # nouns that are encoded; all of them take minutes
+    "text_backbone": "mini-clip",
+}
 
 
-def rehearse(part: Part, play: Callable[[Found, dict[str, object]], None]) -> None:
+def rehearse(part: Part, play: Callable[[Found, dict[str, object]], object]) -> None:
     """Calls `play` with made-up data and the keys that make runs small."""
     wanted = data_sets()[part.data]
     console.note("a rehearsal on made-up data: the numbers mean nothing")
     with tempfile.TemporaryDirectory() as folder:
         data = made_up(wanted, Path(folder) / "data")
-        if name := str(part.keys.get("outsiders", "")):
-            _pictures(Path(folder) / "data" / name, OUTSIDERS, random=np.random.default_rng(PALETTES))
+        sets = filter(None, [str(part.keys.get("outsiders", "")), *part.places("auroc", "fpr95")])
+        for k, name in enumerate(dict.fromkeys(sets)):
+            _pictures(Path(folder) / "data" / name, OUTSIDERS + k, random=np.random.default_rng(PALETTES))
         found = locate(part, str(data))._replace(smaller=SMALLER)
         play(found, small_keys(part, wanted) | {"out": f"{folder}/runs"})
 
@@ -54,7 +59,7 @@ def small_keys(part: Part, wanted: DataSet) -> dict[str, object]:
     if "classes" in part.keys:
         small["classes"] = _classes(wanted)
     if wanted.layout == "class/image":
-        small |= {"clients": 2, "participation": 1.0} | ({"per_client": 1} if part.keys.get("per_client") else {})
+        small |= {"clients": 2, "participation": 1.0} | ({"per_client": 3} if part.keys.get("per_client") else {})
     if any("domains" in row.settings for row in part.rows):
         small["domains"] = len(wanted.domains) + MORE_DOMAINS
     return small

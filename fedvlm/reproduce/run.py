@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple, cast
 
@@ -12,14 +14,16 @@ from fedvlm.api import Runs
 from fedvlm.config import Setup, resolve
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.evaluate import questions
 from fedvlm.folder import RunFolder
+from fedvlm.parts import AXES
 from fedvlm.planning import Job, place, single_runs
 from fedvlm.processes import RunsFailed
 from fedvlm.records import Select
 from fedvlm.report.table import Table, Value
 from fedvlm.report.tables import DASH, check_one_rule, rule, rule_keys, scored_on
 from fedvlm.reproduce.data import Found, other_backbone
-from fedvlm.reproduce.manifest import PERCENT, Part, Published, Row, data_sets
+from fedvlm.reproduce.manifest import PERCENT, Part, Published, Row, data_sets, members
 from fedvlm.reproduce.measures import half_width, seed_values
 
 COLUMNS = ["row", "measure", "ours", "95 %", "paper", "difference"]
@@ -78,6 +82,7 @@ def _planned(part: Part, row: Row, found: Found, given: Mapping[str, object], po
     try:
         pool = api.encode(setup, pools)
         jobs = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
+        train.prepare(jobs[0].setup, pool)
     except FedvlmError as error:  # this data or backbone does not suit the method; the other rows may go on
         return Planned(row, None, reason=f"cannot be run here: {error}")
     return Planned(row, setup, tuple(jobs))
@@ -87,9 +92,9 @@ def keys_of(part: Part, row: Row, found: Found, given: Mapping[str, object]) -> 
     """The keys of a row's runs."""
     keys: dict[str, object] = {**part.keys, **row.settings, **given, "data": found.path}
     keys |= {"on": row.on} if row.on else {}
-    keys |= {
-        k: v for k, v in found.smaller.items() if k in resolve(row.method, {"on": row.on}).parts["adapter"].settings
-    }
+    axes = {axis: row.settings[axis] for axis in AXES if axis in row.settings}
+    made = resolve(row.method, {"on": row.on, **axes}).parts
+    keys |= {k: v for k, v in found.smaller.items() if any(k in made[axis].settings for axis in AXES)}
     keys |= {"outsiders": found.outsiders} if found.outsiders else {}
     if isinstance(keys.get("unseen"), list):
         keys["unseen"] = [found.names.get(u, u) for u in cast(list[str], keys["unseen"])]
@@ -140,6 +145,34 @@ def execute(planned: list[Planned], at_once: int, pools: Pools) -> str:
     return ""
 
 
+def ask(part: Part, planned: list[Planned], found: Found) -> None:
+    """Asks the finished runs what the table's measures@PLACE need and nobody asked before; nothing is trained for it."""
+    for run in (run for p in planned for run in p.finished):
+        known = {e.asked for e in questions.read(run.folder)}
+        kinds = [k for k in part.places("cacc") if k not in known]
+        sets = [path for path in found.outsider_sets.values() if path not in known]
+        if kinds or sets:
+            api.Run(run).evaluate(outsiders=sets, corrupt=kinds)
+
+
+def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
+    """Writes the picture of the rows' models as a PNG file: of each row the runs of the first seed."""
+    from fedvlm.evaluate.finished import Finished
+    from fedvlm.report import figures, models
+
+    panel = import_module(f"fedvlm.report.{part.figure}").panel
+    found = []
+    for p in planned:
+        done = {run.folder for run in p.finished}
+        jobs = [j for j in p.jobs if j.folder in done and j.setup.config.seed == p.jobs[0].setup.config.seed]
+        for job in jobs:
+            model = Finished.of(RunFolder(job.folder), job.setup, pools.load(job.setup))
+            held_out = f", {', '.join(job.setup.config.unseen)}" if len(jobs) > 1 else ""
+            found.append(models.Named(p.row.title + held_out, model))
+    if found:
+        figures.write(models.draw(panel, found), Path(place), figures.LIGHT)
+
+
 def runs_of(planned: list[Planned]) -> Runs:
     return Runs([api.Run(run) for p in planned for run in p.finished])
 
@@ -159,6 +192,32 @@ def compared(part: Part, planned: list[Planned], found: Found) -> Table:
                 table.values.append(_values(p.row.title, measure, ours, paper))
                 table.rows.append(_cells(table.values[-1], title, measure))
                 title = ""  # once for each row
+    return table
+
+
+def mean_over(part: Part, results: list[tuple[Part, list[Planned], Found]]) -> Table:
+    """A mean over data sets beside the paper's: of each row, over the members that have it and whose runs are finished."""
+    table = Table(COLUMNS, [], [f"mean over {', '.join(member.name for member, *_ in results)}"])
+    asked = len(members(part))
+    if len(results) < asked:
+        table.notes.append(f"{len(results)} of {asked} data sets are there: the paper's column is no target")
+        table.dim = ["paper"]
+    for row in part.rows:
+        title = row.title
+        for measure in part.measures:
+            each = [
+                values
+                for member, planned, found in results
+                for p in planned
+                if p.row.title == row.title
+                and (values := seed_values(measure, p.finished, found.names, cast(Select, member.select)))
+            ]
+            alike = len({len(values) for values in each}) == 1
+            ours = [fmean(seed) for seed in zip(*each, strict=True)] if alike else []
+            if ours or measure in row.numbers:
+                table.values.append(_values(row.title, measure, ours, row.numbers.get(measure)))
+                table.rows.append(_cells(table.values[-1], title, measure))
+                title = ""
     return table
 
 
@@ -216,6 +275,8 @@ def backbone_note(part: Part, planned: list[Planned]) -> str:
 def notes(part: Part, planned: list[Planned], found: Found) -> list[str]:
     setup = next((p.setup for p in planned if p.setup), None)
     out = [f"{p.row.title}: {p.reason}" for p in planned if p.reason]
+    lost = [name for name in part.places("auroc", "fpr95") if name not in found.outsider_sets]
+    out += [f"no folder {name} in or beside the data: its columns are empty" for name in lost]
     if setup:
         config = setup.config
         seeds, split = ", ".join(map(str, config.seeds or (config.seed,))), "/".join(f"{s:g}" for s in config.split)

@@ -19,10 +19,11 @@ from helpers import small_setup, train_small
 from safetensors.torch import load_file, save_file
 
 import fedvlm
-from fedvlm import backbones, own, predictor, trust
+from fedvlm import backbones, own, trust
 from fedvlm.backbones import http
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
+from fedvlm.export.folder import export
 from fedvlm.folder import RunFolder
 from fedvlm.records import LARGEST, ExportRecord, RunRecord
 
@@ -43,7 +44,7 @@ def done(images, tmp_path_factory) -> RunFolder:
 @pytest.fixture(scope="module")
 def exported(done, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("loading") / "export"
-    predictor.export(done, folder)
+    export(done, folder)
     return folder
 
 

@@ -1,0 +1,111 @@
+"""docs/results.md from run folders: a table for each data set and protocol that was run with enough seeds.
+
+    python benchmarks/results.py runs/claims                  # prints
+    python benchmarks/results.py runs/claims --write          # docs/results.md
+
+Rows of one table have the same data, backbone, partition, rounds, examples and scores. Where a method was run with several
+learning rates (benchmarks/claims.py tries a grid on the first seed), the row is the one that all seeds have, chosen on
+validation. Nothing in the document is written by hand; what a table says about a paper's claim is in docs/claims.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+
+from fedvlm.folder import RunFolder, find
+from fedvlm.records import RunRecord
+from fedvlm.report.table import Table
+from fedvlm.report.tables import RULE, summarise
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
+ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "domains", "evaluate")
+LEFT_OUT = ("shared", "private", "seconds")  # columns: counted in `fedvlm compare`, and seconds depend on the machine
+WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test", "personal_split": "test"}  # defaults
+HEAD = """# Results
+Written by `python benchmarks/results.py` from run folders on {day}; not edited by hand. {count} runs with mini-clip, a \
+backbone a hundredth of the size of those in the papers: their numbers stand beside ours where there are any, and are no \
+aim. Every table has one rule for all of its rows, which its notes state; the learning rate of a row is chosen on \
+validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, 3). What the tables say of the papers' \
+claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--seeds", type=int, default=5, help="rows with fewer are left out")
+    parser.add_argument("--rows", type=int, default=3, help="tables with fewer are left out")
+    parser.add_argument("--write", action="store_true", help="docs/results.md")
+    args = parser.parse_args()
+    groups = tables_of([run for run in find(args.folders) if run.done], args.seeds)
+    kept = {title: runs for title, runs in groups.items() if len({row_of(r.record) for r in runs}) >= args.rows}
+    text = HEAD.format(day=date.today(), count=f"{sum(map(len, kept.values())):,}")
+    text += "".join(f"\n## {title}\n{markdown(summarise(runs))}" for title, runs in sorted(kept.items()))
+    print(text)
+    if args.write:
+        DOCUMENT.write_text(text, encoding="utf-8")
+
+
+def tables_of(runs: Sequence[RunFolder], seeds: int) -> dict[str, list[RunFolder]]:
+    """By title: the runs of rows that so many seeds have."""
+    rows: dict[str, dict[str, dict[str, list[RunFolder]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for run in runs:
+        record = run.record
+        rows[title_of(record)][row_of(record)][str(record.local.settings.get("lr"))].append(run)
+    found: dict[str, list[RunFolder]] = {}
+    for title, by_row in rows.items():
+        for rates in by_row.values():
+            chosen = max(rates.values(), key=len)
+            if len({run.record.seed for run in chosen}) >= seeds:
+                found.setdefault(title, []).extend(chosen)
+    return found
+
+
+def title_of(record: RunRecord) -> str:
+    """Data, backbone and what of the protocol differs from the defaults; runs with the same title are comparable."""
+    alike = {k: record.config[k] for k in ALIKE if k in record.config and k != "evaluate"}
+    if record.config.get("partition") == "auto" and len(record.data.domains) > 1:
+        alike = {k: v for k, v in alike.items() if k not in ("clients", "alpha")}  # a client for each domain
+    usual = {"participation": 1.0, "corrupt": 0, "domains": 0, "select": "last", "split": [60.0, 20.0, 20.0], **WORDS}
+    said = [f"{k}={shown(v)}" for k, v in alike.items() if v != usual.get(k) and v not in ("", None)]
+    if outsiders := str(record.config.get("outsiders") or ""):
+        said.append(f"outsiders={Path(outsiders).name}")
+    return f"{record.data.name}: {', '.join(said)}"
+
+
+def shown(value: object) -> str:
+    return (
+        "/".join(map(shown, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def row_of(record: RunRecord) -> str:
+    parts = {"adapter": record.adapter, "local": record.local, "merge": record.merge}
+    settings = {home: [p.name, {k: v for k, v in p.settings.items() if k != "lr"}] for home, p in parts.items()}
+    return json.dumps([record.method.name, record.method.on, settings, bool(record.config.get("gaps"))], sort_keys=True)
+
+
+def markdown(table: Table) -> str:
+    return "\n".join([*lines(table), "", *(f"- {note}" for note in table.notes if "fedvlm predict" not in note)]) + "\n"
+
+
+def lines(table: Table) -> Iterator[str]:
+    columns = [c for c in table.columns if c not in LEFT_OUT]
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + " --- |" * len(columns)
+    for row in table.rows:
+        cells = [f"**{row.get(c, '')}**" if table.is_bold(row, c) else row.get(c, "") for c in columns]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
