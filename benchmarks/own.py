@@ -5,13 +5,14 @@
     python benchmarks/own.py --pacs pacs.safetensors --tables dp
     python benchmarks/own.py --caltech ../shared/data/caltech101 --outsiders ../shared/data/textures --tables outsiders
 
-Tables: pacs and emoji (each domain held out in turn), both also with centre=own, where every client and every newcomer takes
-the mean of its own unlabelled images off (another protocol: every method gets the same right); caltech (each class with one
-of 10 clients, 8 shots); dp (accuracy against ε on PACS, with DP training of the same head); outsiders. Methods that train
-take 50 rounds (caltech: 25) with the lr of one grid, the recipe's times 0.3, 1 and 3, by the mean accuracy of shared and
-personal models on the validation images of clients that train (first seed). What closed forms choose, they choose on the
-same images. Seeds are others than those that the method was made with. ± is the standard error over seeds. CPU-seconds are
-of one run, measured alone in this process, without the last evaluation.
+Tables: variants (choices within the method, by validation alone); pacs and emoji (each domain held out in turn), both also
+with centre=own, where every client and every newcomer takes the mean of its own unlabelled images off (another protocol:
+every method gets the same right); caltech (each class with one of 10 clients, 8 shots); dp (accuracy against ε on PACS, with
+DP training of the same head); outsiders. Methods that train take 50 rounds (caltech: 25) with the lr of one grid, the
+recipe's times 0.3, 1 and 3, by the mean accuracy of shared and personal models on the validation images of clients that
+train (first seed). What closed forms choose, they choose on the same images. Seeds are others than those that the method was
+made with. ± is the standard error over seeds. CPU-seconds are of one run, measured alone in this process, without the last
+evaluation.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ METHODS = [
     *("zero-shot", "fedavg", "fedprox", "ditto", "fedclip", "fedot", "fedlt", "fedadapter", "local-only"),
     *("analytic", "tofa", "tip-adapter", "moments"),
 ]
-TABLES = ("pacs", "pacs-centred", "emoji", "emoji-centred", "caltech", "dp", "outsiders")
+VALIDATED = (301, 302, 303)  # seeds of the table variants
+TABLES = ("variants", "pacs", "pacs-centred", "emoji", "emoji-centred", "caltech", "dp", "outsiders")
 SHRINK = 0.1  # of the covariance within classes, in mean eigenvalues
 EPSILONS = (1.0, 2.0, 8.0, math.inf)
 DISJOINT = {"partition": "disjoint", "clients": 10, "shots": 8, "rounds": 25}
@@ -212,6 +214,34 @@ def distance_scores(study: Study, setup: Setup, run: RunFolder) -> tuple[float, 
     return float(np.mean(areas)), float(np.mean(rates))
 
 
+def variants_table(study: Study) -> tuple[list[str], list[list[str]]]:
+    """What of the method is a choice, by validation alone: no test image has a part in it. `newcomer` is the accuracy of the
+    chosen candidates on clients whose moments were left out, `personal` that of personal heads on validation images; the
+    last column, their mean over both data sets, is the criterion."""
+    variants = [
+        {"choose": choose, "balance": balance, "weights": weights}
+        for choose in ("both", "newcomers", "clients")
+        for balance in (True, False)
+        for weights in ("uniform", "size")
+    ]
+    lines = []
+    for variant in variants:
+        cells, scores = [], []
+        for table in ("pacs", "emoji"):
+            keys = study.keys(table)
+            if keys:
+                out = str(Path(study.args.out, "variants", table))
+                setup = study.setup("moments", keys, VALIDATED, **variant, out=out)
+                last = last_rounds(run_each({"one": setup}, study.args.jobs, study.pools)["one"])
+                found = [[r["effects"]["as_newcomer"], r["personal"]["val"]] for r in last]
+                means = np.array(found, dtype=float).mean(0)
+                cells += [f"{100 * m:.2f}" for m in means]
+                scores.append(means.mean())
+        lines.append([*map(str, variant.values()), *cells, f"{100 * float(np.mean(scores)):.2f}"])
+    named = [f"{t}: {what}" for t in ("pacs", "emoji") if study.keys(t) for what in ("newcomer", "personal")]
+    return ["choose", "balance", "weights", *named, "criterion"], sorted(lines, key=lambda line: -float(line[-1]))
+
+
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
     return "\n".join(rows)
@@ -234,7 +264,11 @@ def main() -> None:
     args = parser.parse_args()
     study, texts = Study(args), []
     for table in args.tables:
-        missing = not args.outsiders if table == "outsiders" else study.keys("pacs" if table == "dp" else table) is None
+        missing = (
+            not args.outsiders
+            if table == "outsiders"
+            else study.keys("pacs" if table in ("dp", "variants") else table) is None
+        )
         if missing or (table == "outsiders" and not args.caltech):
             print(f"{table}: its data were not given")
             continue
@@ -249,6 +283,8 @@ def main() -> None:
 
 
 def tabulated(study: Study, table: str) -> tuple[list[str], list[list[str]]]:
+    if table == "variants":
+        return variants_table(study)
     if table == "dp":
         return private_table(study)
     if table == "outsiders":
