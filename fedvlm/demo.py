@@ -13,7 +13,7 @@ from fedvlm import console
 if TYPE_CHECKING:
     from fedvlm.folder import RunFolder
 
-METHODS = ("zero-shot", "fedavg", "fedclip", "fedot")
+METHODS = ("zero-shot", "fedavg", "fedclip", "fedot", "moments")
 DEFAULTS = {
     "data": "emoji",
     "protocol": "leave-one-domain-out",

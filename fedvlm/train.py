@@ -127,7 +127,10 @@ def play_rounds(
     run.rewind(start)
     guard.restore(r.get("offences", {}) for r in run.rounds())
     void = 0
+    once = method.local.one_round and config.participation == 1
     last_round = config.rounds if method.trains else 0
+    if once:
+        last_round = next((r["round"] for r in run.rounds() if r["round"] and "void" not in r), last_round)
     for round in range(start + 1, last_round + 1):
         began = time.perf_counter()
         record: RoundRecord = {"round": round, "bytes_down": 0, "bytes_up": 0}
@@ -141,6 +144,8 @@ def play_rounds(
                     raise VoidRound(f"{void} rounds in a row changed nothing; {lack}") from lack
                 record["void"] = str(lack)
             record |= account(cohort, federation)
+            if once and not void:
+                last_round = round
         if method.privacy:
             spent = recorded(method.privacy, round)
             record |= {"epsilon": spent.epsilon, "delta": spent.delta}
@@ -161,6 +166,8 @@ def play_rounds(
         run.append(record)
         run.save(state, round)
         on_round(record)
+        if round == last_round:
+            break
     outputs = engine.outputs(state.message(), config.rounds)
     if outputs:
         run.write("outputs.safetensors", save(with_items(outputs, federation)))

@@ -26,6 +26,7 @@ from fedvlm.local.moments import CLIENT, CROSS, NEWCOMER, SECOND, SecondMoments,
 from fedvlm.merge.moments import SumOfMoments
 from fedvlm.method import Method
 from fedvlm.privacy.mechanism import Privacy, secret_of
+from fedvlm.report.tables import summarise
 from fedvlm.ridge import Moments, Ridge, moments
 from fedvlm.secure.settings import Secure
 
@@ -403,3 +404,13 @@ def test_centring_is_refused_where_there_is_no_mean(images):
 
 def test_the_recipe_is_one_round():
     assert resolve("moments", {}).config.rounds == 1
+
+
+def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    one, more = (train_small(images, tmp_path / str(r), "moments", rounds=r, evaluate=2) for r in (1, 3))
+    assert [r["round"] for r in more.rounds()] == [0, 1]
+    assert more.record.finished.last["personal"] == one.record.finished.last["personal"]
+    assert "moments: needs 1 round, and was not given more" in summarise([more]).notes
+    some = train_small(images, tmp_path / "some", "moments", rounds=3, participation=0.5)
+    assert len(some.rounds()) == 4  # other clients in each

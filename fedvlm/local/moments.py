@@ -58,6 +58,7 @@ class SecondMoments(Local):
     pulls: tuple[float, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
 
     partner: ClassVar[str] = "moments"
+    one_round: ClassVar[bool] = True
 
     def incompatible(self, adapter: Adapter) -> str:
         if isinstance(adapter, HasLinearHead):

@@ -195,8 +195,8 @@ def format_row(name: str, value: Numbers, further: list[str]) -> dict[str, str]:
         "FPR95": plus_minus(value["fpr95"], None),
         "gap variance": formatted(value["gap_variance"], ".3g"),
         "MB up/round": formatted(value["up_mb"], ".3g"),
-        "shared": formatted(value["shared"], ","),
-        "private": formatted(value["private"], ","),
+        "shared": formatted(value.get("shared"), ","),
+        "private": formatted(value.get("private"), ","),
         "seconds": formatted(value["seconds"], ".3g"),
         **{key: plus_minus(value[key], None) for key in further},
     }
@@ -330,6 +330,11 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         out.append(f"not under one rule, and so no comparison of methods: {'; '.join(found)}")
     else:
         out[-1] += f"; one rule for all rows: {', '.join(budget(records))}"
+    out += [
+        f"{name}: needs {rounds} round{'s' * (rounds > 1)}, and was not given more"
+        for name, group in groups.items()
+        if 0 < (rounds := max(r.finished.last["round"] for r in group)) < min(r.rounds for r in group)
+    ]
     if not all(map(is_base_to_novel, records)):
         scored = "; ".join(sorted({scored_on(r) for r in records}))
         held_out = any(r.unseen for r in records)
