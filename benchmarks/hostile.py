@@ -286,10 +286,10 @@ def lie_now(step: str, round: int) -> Lie | None:
 
 
 class Liar(honest.Agent):
-    def answer(self, frame: bytes) -> bytes:
-        asked = unpack(frame)[0]
+    def answer(self, request: honest.Request) -> bytes:
+        asked = request.header
         lie = lie_now(asked.step, asked.round)
-        true = super().answer(frame)
+        true = super().answer(request)
         told = lie.answer(asked, true) if lie else true
         while told is None:
             time.sleep(1)
@@ -299,8 +299,8 @@ class Liar(honest.Agent):
 class Watched(honest.Agent):
     """Keeps its private row after every answer."""
 
-    def answer(self, frame: bytes) -> bytes:
-        found = super().answer(frame)
+    def answer(self, request: honest.Request) -> bytes:
+        found = super().answer(request)
         rows = self.place / "rows.bin"
         kept = self.home / "kept"
         kept.mkdir(exist_ok=True)
@@ -342,7 +342,8 @@ class Relay(Site):
         if (place() / "scenario").read_text() == "fedot":
             kept = self.home / "frames"
             kept.mkdir(exist_ok=True)
-            for kind, content in (("asked", frame), ("answered", self.reply)):
+            reply = self.reply.get(0, self.reply.size) if self.reply else b""
+            for kind, content in (("asked", frame), ("answered", reply)):
                 if content:
                     (kept / f"{ticket:06}-{kind}").write_bytes(content)
         return found
