@@ -94,7 +94,7 @@ class Federation:
             more = [f"backbone={self.other_backbone()}"]
         if fault == "another version":
             env = self.env | {"PYTHONPATH": str(self.other_version()) + os.pathsep + self.env["PYTHONPATH"]}
-        rules = self.place / "site.yaml"
+        rules = self.place / f"{name}.yaml"
         rules.write_text("reveals: true\n")  # feddtl's clients send embeddings
         more.append(f"rules={rules}")
         words = ["serve", str(kit)] if name == "server" else ["join", str(kit), f"data={images}", *more]

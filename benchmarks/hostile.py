@@ -694,9 +694,9 @@ def forbidden(fed: Federation) -> Iterator[Tried]:
     """A run that a site's rules do not allow, by the command that people use."""
     site = fed.sites[1]
     home = fed.place / f"home-{site}"
-    (fed.place / "site.yaml").write_text("methods: [fedclip]\n")
+    (fed.place / "strict.yaml").write_text("methods: [fedclip]\n")
     record = json.loads((home / "site.json").read_text())
-    (home / "site.json").write_text(json.dumps(record | {"rules": str(fed.place / "site.yaml")}))
+    (home / "site.json").write_text(json.dumps(record | {"rules": str(fed.place / "strict.yaml")}))
     try:
         process = fed.run("fedavg", "forbidden", 2)
         process.wait(300)
