@@ -253,6 +253,15 @@ MERGES["stages"] = Case(
 MERGES["text_server"] = Case(
     "feddtl-decoupled", LORA | {"text_layers": 1}, 5, SEEDS[:1], "the same LoRA, supervised, 5 rounds, seed 50"
 )
+NOT_TRIED = (
+    "exact",
+    "experts",
+    "moments",
+    "other_text",
+    "prototypes",
+    "sparsity",
+    "trajectory",
+)  # newer than the table
 QUICK_MERGES = ("mean", "median")
 QUICK_ATTACKS = (
     "n = 1e30, update × −1",

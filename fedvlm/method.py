@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,7 @@ class Method:
         """The method, or an error that says why these parts do not work together."""
         check_parts(adapter, local, merge, task)
         params = adapter.init(task, seed)
+        adapter = with_private_names(adapter, params)
         check_parameters(adapter, merge, params)
         shared = {k: v for k, v in params.items() if k not in adapter.private}
         newcomer = {k: v for k, v in params.items() if k in adapter.private} | local.private_state(shared)
@@ -196,6 +198,14 @@ def check_parts(adapter: Adapter, local: Local, merge: Merge, task: Task) -> Non
             f"objective={local.objective}: adapter={name_of(adapter)} learns {adapter.task_type.description}, and its "
             f"loss is {', '.join(adapter.task_type.losses)}"
         )
+
+
+def with_private_names(adapter: Adapter, params: Params) -> Adapter:
+    """The adapter with each pattern in its `private` (*.B) replaced by the parameters that fit it."""
+    if not any("*" in n for n in adapter.private):
+        return adapter
+    names = [k for n in adapter.private for k in (fnmatch.filter(params, n) or [n])]
+    return replace(adapter, private=tuple(dict.fromkeys(names)))
 
 
 def check_parameters(adapter: Adapter, merge: Merge, params: Params) -> None:

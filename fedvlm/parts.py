@@ -29,8 +29,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "adapter": Kind("adapters", "fedvlm.adapters.base:Adapter", "fedvlm.adapters", ("base", "layered", "network")),
-    "local": Kind("local", "fedvlm.local.base:Local", "fedvlm.local", ("base", "copies", "means", "descent", "model")),
+    "adapter": Kind(
+        "adapters", "fedvlm.adapters.base:Adapter", "fedvlm.adapters", ("base", "layered", "network", "several")
+    ),
+    "local": Kind(
+        "local", "fedvlm.local.base:Local", "fedvlm.local", ("base", "copies", "means", "descent", "model", "term")
+    ),
     "merge": Kind("merge", "fedvlm.merge.base:Merge", "fedvlm.merges", ("base",)),
     "metric": Kind("metrics", "fedvlm.metrics.base:Metric", "fedvlm.metrics", ("base", "detection")),
     "engine": Kind(

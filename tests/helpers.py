@@ -56,7 +56,7 @@ RULES = {"lr": 0.05, "batch": 4, "epochs": 2, "momentum": 0.5, "weight_decay": 0
 
 # Sizes of adapters by field name, used where a field's default is larger: the contract does not depend on size.
 SMALL = {
-    "bottleneck": 4, "context": 2, "count": 3, "depth": 2, "embed": 2, "global_prompts": 2, "hidden": 3,
+    "bottleneck": 4, "context": 2, "count": 3, "depth": 2, "embed": 2, "experts": 2, "global_prompts": 2, "hidden": 3,
     "iterations": 10, "layers": 2, "levels": 1, "local_prompts": 2, "patches": 2, "rank": 2, "size": 3, "tokens": 2,
     "width": 2,
 }  # fmt: skip

@@ -179,7 +179,7 @@ def encode(images):
         "@dataclass(frozen=True)\nclass Deep(Base):\n    view: ClassVar[str] = 'hidden@6'\n"
     )
     assert main(["run", "fedavg", f"adapter={tmp_path / 'deep.py'}", *words, f"out={tmp_path / 'no'}"]) == 1
-    assert "black box" in (err := capsys.readouterr().err) and "rotation" in err
+    assert "activations inside the image tower" in (err := capsys.readouterr().err) and "rotation" in err
 
 
 @pytest.mark.parametrize(

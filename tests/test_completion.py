@@ -78,7 +78,7 @@ def test_keys_of_a_users_recipe_and_part(tmp_path, monkeypatch):
         ("run fedot adapter=", [f"adapter={n}" for n in parts.names("adapter")]),
         ("run fedot adapter=ro", ["adapter=rotation"]),
         ("run fedot local=", [f"local={n}" for n in parts.names("local")]),
-        ("run fedot merge=tr", ["merge=transport", "merge=trimmed"]),
+        ("run fedot merge=tri", ["merge=trimmed"]),
         ("run fedot lr=", []),
         ("run fedot nosuch=", []),
         (

@@ -73,6 +73,16 @@ EXPECTED = {
     r"merge=transport works on shared parameters named context, outsiders": "it matches outsider prompts",
     r"merge=(classwise|transport) does not go with adapter=\w+: it averages by class": "masks have no classes",
     r"local=contrast does not go with adapter=\w+: .* use adapter=lowrank": "it compares two sets of class features",
+    r"local=(knowledge|prograd) does not go with adapter=\w+: .* use adapter=prompt": "they compare encoded prompts",
+    r"local=orthogonal does not go with adapter=\w+: .* use adapter=proda": "others have one prompt",
+    r"local=groups does not go with adapter=\w+: .* use adapter=groups": "others have no groups of prompts",
+    r"(merge|local)=experts works only together with (merge|local)=experts": "they exchange a pool of prompts",
+    r"local=experts does not go with adapter=\w+: .* use adapter=experts": "others have no experts",
+    r"local=factored does not go with adapter=\w+: .* use adapter=factored": "others have no private prompt in factors",
+    r"local=consistent does not go with adapter=\w+: .* use adapter=independent": "it compares with the frozen towers",
+    r"local=(alternate|truncated) does not go with adapter=\w+: .* use adapter=lora": "it trains two low-rank factors",
+    r"merge=exact does not go with adapter=\w+: it changes frozen weights": "others have no change of a frozen weight",
+    r"merge=sparsity does not go with adapter=\w+: .* use adapter=lora": "others have no low-rank changes",
     r"local=two_stage does not go with adapter=\w+: it needs embeddings before they are normalised": "it adds noise there",
 }
 
@@ -130,7 +140,7 @@ def is_typical(names: Names) -> bool:
     """Without --all, adapters in SIMILAR are not put together with all pairs: each
     local rule and each merge once, and what is published; of VARIANTS what is published."""
     adapter, local, merge = names
-    if adapter in VARIANTS or merge in VARIANTS:
+    if {adapter, local, merge} & set(VARIANTS):
         return (local, merge) == ("sgd", "mean") or names in published()
     return adapter not in SIMILAR or local == "sgd" or merge == "mean" or names in published()
 
@@ -473,11 +483,28 @@ VARIANTS = (
     "affine",
     "alexnet",
     "both_towers",
+    "consistent",
+    "exact",
+    "experts",
+    "factored",
+    "ffa",
+    "generated",
+    "groups",
     "guided",
+    "independent",
+    "knowledge",
     "memory",
+    "orthogonal",
     "other_text",
+    "plot",
+    "proda",
+    "prograd",
+    "prompt_memory",
     "prototypes",
+    "residual",
     "server_coop",
+    "small",
+    "trajectory",
     "two_masks",
     "visual_head",
 )

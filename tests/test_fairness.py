@@ -310,16 +310,24 @@ def test_a_setting_that_a_part_depends_on_cannot_be_switched_off(given):
         setup.local, setup.merge  # noqa: B018 - parts are built when they are first used
 
 
-@pytest.mark.parametrize("merge", parts.names("merge"))
+@pytest.mark.parametrize(
+    "merge", [n for n in parts.names("merge") if parts.find("merge", n).partner in ("", "scaffold")]
+)
 def test_every_merge_uses_the_settings_it_accepts(merge):
     """cosine= and gaps= are recorded by every merge; weights= is refused where sizes are not used."""
     adapter, local = (
-        {"transport": "outsiders", "text_server": "lora"}.get(merge, "head"),
+        {
+            "transport": "outsiders",
+            "text_server": "lora",
+            "other_text": "lora",
+            "exact": "residual",
+            "sparsity": "lora",
+        }.get(merge, "head"),
         "scaffold" if merge == "scaffold" else "sgd",
     )
     task, data = example(adapter)
     kind = parts.find("merge", merge)(cosine=True, gaps=True)
-    chosen = small_adapter(adapter, **({"towers": "image"} if merge == "text_server" else {}))
+    chosen = small_adapter(adapter, **({"towers": "image"} if merge in ("text_server", "other_text") else {}))
     method = Method.build(chosen, parts.find("local", local)(batch=4), kind, task, 5)
     state, engine = method.init(6), Stacked(method, data, 6)
     for round in (1, 2):
@@ -327,7 +335,18 @@ def test_every_merge_uses_the_settings_it_accepts(merge):
         state = method.round(state, cohort)
     assert -1 <= cohort.notes["cosine"] <= 1 and set(cohort.notes["gaps"]) == set(range(5))
     assert cohort.notes["gap_variance"] >= 0
-    if merge in ("mean", "scaffold", "grace", "classwise", "stages", "transport", "text_server"):
+    if merge in (
+        "mean",
+        "scaffold",
+        "grace",
+        "classwise",
+        "stages",
+        "transport",
+        "text_server",
+        "other_text",
+        "exact",
+        "trajectory",
+    ):
         resolve("scaffold" if merge == "scaffold" else "fedclip", {"merge": merge, "weights": "uniform"})
     else:
         with pytest.raises(FedvlmError, match="weights= is not a key here"):

@@ -438,7 +438,14 @@ def test_reinforced_order_and_absence(double):
     assert cohort.notes["answered"] == 3 and not torch.equal(absent.task["text"], state.task["text"])
 
 
-@pytest.mark.parametrize("local", [n for n in parts.names("local") if n not in ("contrast", "scaffold")])
+RULES_FOR_LORA = [
+    n
+    for n in parts.names("local")
+    if not (rule := parts.find("local", n)).partner and not rule().incompatible(Lora(towers="image"))
+]
+
+
+@pytest.mark.parametrize("local", RULES_FOR_LORA)
 def test_other_rules_do_not_mind_a_reference(double, local):
     _, data = example("lora")
     rule = parts.find("local", local)(**RULES)

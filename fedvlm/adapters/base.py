@@ -80,7 +80,7 @@ class Adapter:
     `init` returns the parameters of one model; all other methods get parameters with a leading client axis.
     """
 
-    private: tuple[str, ...] = ()  # parameters that never leave a client
+    private: tuple[str, ...] = ()  # parameters that never leave a client; * stands for any part of a name (*.B)
 
     task_type: ClassVar[TaskType] = CLASSIFICATION
     # its input: embedding (all a black box has), raw (before normalisation), patches, hidden@k, pixels, text

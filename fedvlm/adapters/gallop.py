@@ -26,9 +26,10 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import TEXT_FEATURES, Limits, Task
 from fedvlm.adapters.prompt import Prompt
+from fedvlm.adapters.several import draw_contexts, encode_contexts
 from fedvlm.core import Batch, Params, linear
 from fedvlm.keys import Count, Share, Whole
-from fedvlm.seeds import generator, key
+from fedvlm.seeds import generator
 from fedvlm.tasks import Objective
 
 
@@ -44,13 +45,10 @@ class Gallop(Prompt):
     limits: ClassVar[Limits] = Limits(examples=512, clients=2, gpu=True)  # eight prompts per class
 
     def init(self, task: Task, seed: int) -> Params:
-        def contexts(first: int, count: int) -> Tensor:
-            seeds = (key(seed, 59, i) if i else seed for i in range(first, first + count))
-            return torch.stack([super(Gallop, self).init(task, s)["context"] for s in seeds])
-
-        params = {"context": contexts(0, self.global_prompts)}
+        params = {"context": draw_contexts(self, task, seed, self.global_prompts)}
         if self.local_prompts:
-            params |= {"detail": contexts(self.global_prompts, self.local_prompts), "projection": torch.eye(task.dim)}
+            detail = draw_contexts(self, task, seed, self.local_prompts, self.global_prompts)
+            params |= {"detail": detail, "projection": torch.eye(task.dim)}
         return params
 
     def __post_init__(self) -> None:
@@ -68,13 +66,8 @@ class Gallop(Prompt):
     def prompts(self, task: Task, params: Params) -> Tensor:
         """The class vectors of each prompt, the global ones first: [clients, prompts, classes, dim]."""
         contexts = [params[k] for k in ("context", "detail") if k in params]
-        encoded = [super(Gallop, self).class_vectors(task, {"context": v.flatten(0, 1)}) for v in contexts]
         clients = max(map(len, contexts))  # shared contexts may have a client axis of length one
-        parts = [
-            text.unflatten(0, v.shape[:2]).expand(clients, -1, -1, -1)
-            for text, v in zip(encoded, contexts, strict=True)
-        ]
-        return torch.cat(parts, 1)
+        return torch.cat([encode_contexts(self, task, v).expand(clients, -1, -1, -1) for v in contexts], 1)
 
     def prepare(self, task: Task, params: Params, before: Params) -> Params:
         return params | {TEXT_FEATURES: self.prompts(task, params)}

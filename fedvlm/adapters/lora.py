@@ -8,24 +8,34 @@ A and B are averaged separately, and the mean of B A is not the product of the m
 
 CLIP-LoRA itself changes q, k and v of all layers (layers=0) at rank 2 with scale 1/√rank; FedDTL q, k, v and out of the
 last 3 of 12 at rank 4 with scale 1. For rules that use one tower: `embed` is the image embedding before normalisation,
-`features` after it, `class_vectors` the text side.
+`features` after it, `class_vectors` the text side. Variants that train something else (ffa, small, residual) say in
+`factors` what A and B are. `private=*.B` keeps B on the client, which is FedSA-LoRA (Guo et al., 2025).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import Adapter, Task
 from fedvlm.adapters.layered import Layered, dtype_of, encode_lower_layers, require_phrases, towers_of
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core import FedvlmError, Params, select
 from fedvlm.keys import Count, Whole
 from fedvlm.seeds import generator
 
 Projection = Literal["q", "k", "v", "out"]
+
+
+class Changed(NamedTuple):
+    """A projection that is changed."""
+
+    name: str  # image.0.q
+    width: int  # of its input and output
+    at: tuple[int, int, int]  # tower, layer, projection: for random numbers
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,8 @@ class Lora(Layered):
     projections: tuple[Projection, ...] = ("q", "k", "v")  # of attention that are changed: q, k, v, out
     scale: float = 1.0  # factor of B A
     towers: Literal["both", "image", "text"] = "both"  # which towers are trained
+
+    trains_factors: ClassVar[bool] = True  # A and B are its parameters
 
     def __post_init__(self) -> None:
         if not self.projections:
@@ -49,25 +61,33 @@ class Lora(Layered):
         return "classes" if self.towers == "text" else "images"
 
     def init(self, task: Task, seed: int) -> Params:
-        both = towers_of(task)
         if self.towers != "image":
             require_phrases(task)
+        params: Params = {}
+        for name, width, at in self.changed(task):
+            params[f"{name}.A"] = random_down(self.rank, width, seed, at)
+            params[f"{name}.B"] = torch.zeros(width, self.rank)
+        return params
+
+    def changed(self, task: Task) -> Iterator[Changed]:
+        """The projections that are changed, lowest layer first."""
+        both = towers_of(task)
         sizes = {
             "image": (both.image.width, len(both.image.last(self.layers).layers)),
             "text": (both.text.width, len(both.text.last(self.layers))),
         }
-        params: Params = {}
         for side, (tower, (width, layers)) in enumerate(sizes.items()):
             for i in range(layers if self.towers in ("both", tower) else 0):
                 for p, projection in enumerate(self.projections):
-                    unit = torch.rand(self.rank, width, generator=generator(seed, 53, side, i, p))
-                    params[f"{tower}.{i}.{projection}.A"] = (2 * unit - 1) / width**0.5
-                    params[f"{tower}.{i}.{projection}.B"] = torch.zeros(width, self.rank)
-        return params
+                    yield Changed(f"{tower}.{i}.{projection}", width, (side, i, p))
+
+    def factors(self, task: Task, params: Params) -> Params:
+        """A and B of each changed projection, [clients or 1, ...], named as in backbones/layers.py."""
+        return select(params, [f"{c.name}.{factor}" for c in self.changed(task) for factor in "AB"])
 
     def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         image_layers = towers_of(task, self.precision).image.last(self.layers)
-        return image_layers.features(x, params, self.scale).to(dtype_of(params))
+        return image_layers.features(x, per_client(self.factors(task, params)), self.scale).to(dtype_of(params))
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x.to(dtype_of(params)) if self.towers == "text" else super().features(task, params, x)
@@ -77,4 +97,21 @@ class Lora(Layered):
             return super().class_vectors(task, params)
         text_tower = towers_of(task, self.precision).text
         plan, hidden = encode_lower_layers(text_tower, require_phrases(task), self.layers)
-        return text_tower.above(hidden, plan, params, self.scale)
+        return text_tower.above(hidden, plan, per_client(self.factors(task, params)), self.scale)
+
+
+def random_down(rank: int, width: int, seed: int, at: tuple[int, int, int]) -> Tensor:
+    """A at the start: Kaiming, uniform."""
+    unit = torch.rand(rank, width, generator=generator(seed, 53, *at))
+    return (2 * unit - 1).div(width**0.5)
+
+
+def per_client(factors: Params) -> Params:
+    """With a client axis of the same length for all, where some are private and the shared ones have an axis of one."""
+    clients = max(map(len, factors.values()))
+    return {k: v.expand(clients, -1, -1) for k, v in factors.items()}
+
+
+def trains_factors(adapter: Adapter) -> bool:
+    """Whether A and B are both trained, for rules that treat them differently."""
+    return isinstance(adapter, Lora) and adapter.trains_factors

@@ -17,18 +17,30 @@ from fedvlm.adapters.base import Adapter, Task, initial_classifier
 from fedvlm.core import Params, linear
 from fedvlm.keys import Count
 
+MEMORY = ("keys", "values", "amount", "sharpness")
+
 
 @dataclass(frozen=True)
 class Memory(Adapter):
-    private: tuple[str, ...] = ("keys", "values", "amount", "sharpness")
+    private: tuple[str, ...] = MEMORY
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
     size: Count = 1024  # examples that a client keeps at most
 
     def init(self, task: Task, seed: int) -> Params:
         head = initial_classifier(task, self.init_from, seed)
-        empty = {"keys": head.new_zeros(self.size, task.dim), "values": head.new_zeros(self.size, len(head))}
-        return {"head": head} | empty | {"amount": head.new_ones(1), "sharpness": head.new_full((1,), 5.0)}
+        return {"head": head} | empty_memory(self.size, len(head), head)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
-        near = torch.exp(-params["sharpness"].view(-1, 1, 1) * (1 - linear(x, params["keys"])))
-        return task.scale * linear(x, params["head"]) + params["amount"].view(-1, 1, 1) * (near @ params["values"])
+        return task.scale * linear(x, params["head"]) + recalled(params, x)
+
+
+def recalled(params: Params, x: Tensor) -> Tensor:
+    """What the memory adds to the logits, α · Σ_j exp(−β(1 − h·k_j)) y_j."""
+    near = torch.exp(-params["sharpness"].view(-1, 1, 1) * (1 - linear(x, params["keys"])))
+    return params["amount"].view(-1, 1, 1) * (near @ params["values"])
+
+
+def empty_memory(size: int, classes: int, like: Tensor) -> Params:
+    """The memory of a newcomer, in the dtype and with the last axis of `like`."""
+    empty = {"keys": like.new_zeros(size, like.shape[-1]), "values": like.new_zeros(size, classes)}
+    return empty | {"amount": like.new_ones(1), "sharpness": like.new_full((1,), 5.0)}

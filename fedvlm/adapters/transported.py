@@ -72,6 +72,9 @@ class Transported(Prompt):
         parts = []
         for part in x[:, :, 1:].split(max(1, CHUNK // cosines_per_example), 1):
             cosines = torch.einsum("knpd,kmcd->kncpm", part.to(text), text)
-            plan = unbalanced(1 - cosines, self.entropy, self.mass, self.iterations)
-            parts.append((plan * cosines).sum((-2, -1)))
+            parts.append((self.plan(1 - cosines) * cosines).sum((-2, -1)))
         return torch.cat(parts, 1)
+
+    def plan(self, cost: Tensor) -> Tensor:
+        """T [..., patches, prompts], without gradient."""
+        return unbalanced(cost, self.entropy, self.mass, self.iterations)

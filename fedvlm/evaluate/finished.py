@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from fedvlm import backbones, folder
-from fedvlm.config import Config, Setup
+from fedvlm.config import Setup
 from fedvlm.core import Cohort, Data, Extra, Params, State
 from fedvlm.data.corruptions import NAMES
 from fedvlm.data.federation import Federation, federate
@@ -25,7 +26,7 @@ from fedvlm.errors import FedvlmError, nearest
 from fedvlm.evaluate.questions import VIEWS, Evaluation
 from fedvlm.evaluate.views import evaluate
 from fedvlm.folder import RunFolder
-from fedvlm.method import Method
+from fedvlm.method import Method, name_of
 from fedvlm.predictor import check_state, private_rows
 from fedvlm.records import RoundRecord, Scores
 from fedvlm.tasks import CLASSIFICATION
@@ -145,13 +146,21 @@ def steps(progress: Progress | None, before: int) -> Progress | None:
 
 
 def other_data(model: Finished, path: str, progress: Progress | None = None) -> Evaluation:
-    """The accuracy on other data with these classes or some of them: of a domain that has a client's name by that client's
-    own model and the shared one, of other domains by the shared model, as for a newcomer."""
+    """The accuracy on other data: of a domain that has a client's name by that client's own model and the shared one, of
+    other domains by the shared model, as for a newcomer. Data with these classes or some of them is classified among the
+    run's classes; data with others, where the adapter can, among its own by their names (cross-data-set)."""
     config, adapter = model.setup.config, model.setup.adapter
     classes = model.method.task.classes
-    source = open_other(path, config, classes)
+    source = open_other(path, model.setup, classes)
+    crossed = not set(source.classes) <= set(classes)
+    if crossed and model.state.task:
+        raise FedvlmError(
+            f"data={path}: it has other classes than the run, and of these the server trained no class embeddings"
+        )
     backbone = backbones.load(config.backbone)
     pool = image_pool(source, backbone, config.template, config.broken, progress, adapter.view)
+    if crossed:
+        model = with_classes_of(model, pool)
     federation, rows = as_clients(model, pool)
     record = model.scored(federation, rows)
     scores, clients = by_view(record, "test"), record.get("clients", {})
@@ -161,14 +170,24 @@ def other_data(model: Finished, path: str, progress: Progress | None = None) -> 
         scores.pop("personal", None)
         clients = {name: {"shared": views["shared"]} for name, views in clients.items() if "shared" in views}
     answer = model.answer("data", source.name, path, len(pool.source.items), {"acc": scores})
-    missing = [c for c in classes if c not in source.classes]
+    missing = [c for c in classes if c not in source.classes] if not crossed else []
     notes = [f"{len(pool.skipped)} images cannot be read and are left out"] if pool.skipped else []
     if missing:
         notes.append(
             f"it has {len(source.classes)} of the run's {len(classes)} classes ({', '.join(missing[:5])}"
             f"{', …' if len(missing) > 5 else ''} are missing); its images are classified among all of them"
         )
+    if crossed:
+        new = sum(c not in classes for c in source.classes)
+        notes.append(f"{new} of its {len(source.classes)} classes are not the run's; classified among its own, by name")
     return replace(answer, fingerprint=pool.fingerprint, clients=clients, notes=notes)
+
+
+def with_classes_of(model: Finished, pool: Pool) -> Finished:
+    """The same models for the classes of other data, known by their names in the run's template."""
+    other = pool.task
+    task = model.method.task._replace(classes=other.classes, text=other.text, phrases=other.phrases)
+    return replace(model, method=replace(model.method, task=task))
 
 
 QUESTIONS: dict[str, Callable[[Finished, str, Progress | None], Evaluation]] = {
@@ -178,16 +197,22 @@ QUESTIONS: dict[str, Callable[[Finished, str, Progress | None], Evaluation]] = {
 }
 
 
-def open_other(path: str, config: Config, classes: Sequence[str]) -> Source:
-    """Other data, if it has classes of the run only: its folders are named as the classes, or as in the run's names=."""
+def open_other(path: str, setup: Setup, classes: Sequence[str]) -> Source:
+    """Other data: its folders are named as the run's classes, as in its names=, or, for adapters with an open vocabulary,
+    as other classes."""
+    config, adapter = setup.config, setup.adapter
     source = open_source(path, config.group)
     if config.names and not set(source.classes) <= set(classes):
-        source = open_source(path, config.group, names=config.names)
+        with (
+            suppress(FedvlmError) if adapter.open_vocabulary else nullcontext()
+        ):  # names= may be of the run's data only
+            source = open_source(path, config.group, names=config.names)
     unknown = [c for c in source.classes if c not in classes]
-    if unknown:
+    if unknown and not adapter.open_vocabulary:
         raise FedvlmError(
-            f"data={path}: the run knows no class '{unknown[0]}' ({len(unknown)} of {len(source.classes)} are unknown); "
-            f"{nearest(unknown[0], classes)}. Name its folders as the run's classes, and leave other classes out"
+            f"data={path}: the run knows no class '{unknown[0]}' ({len(unknown)} of {len(source.classes)} are unknown), and "
+            f"adapter={name_of(adapter)} has parameters by class; {nearest(unknown[0], classes)}. Name its folders as the "
+            "run's classes, and leave other classes out"
         )
     return source
 
@@ -244,7 +269,7 @@ def check_askable(run: RunFolder, setup: Setup, asked: Sequence[tuple[str, str]]
             check_kind(what)
             continue
         other = kind == "data"
-        name = (open_other(what, setup.config, run.record.data.classes) if other else open_outsiders(what)).name
+        name = (open_other(what, setup, run.record.data.classes) if other else open_outsiders(what)).name
         if names.setdefault((kind, name), what) != what:
             raise FedvlmError(f"{kind}={names[kind, name]},{what}: both are called {name}; rename one of the folders")
 

@@ -38,7 +38,11 @@ class Local(OptimiserSettings):
 
     adapts: ClassVar[bool] = False  # whether `adapt` changes the personal model at test time
     partner: ClassVar[str] = ""  # the only merge it works with; "" any
-    one_round: ClassVar[bool] = False  # whether a round with all clients says everything, so that others would repeat it
+    # of train, fit and personal_copy, overrides that dp=example covers: they read the client's data by `optimise` alone
+    covered: ClassVar[tuple[str, ...]] = ()
+    one_round: ClassVar[bool] = (
+        False  # whether a round with all clients says everything, so that others would repeat it
+    )
     # What its mechanism does in a round, by name, with the meaning in words. `fit` returns these numbers, [clients] each,
     # beside the loss; the round's record has their medians, so that a reader sees whether the mechanism acts.
     effects: ClassVar[Mapping[str, str]] = {}

@@ -7,7 +7,9 @@ client's validation examples; of equally good ones the one that uses the memory 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter
 from fedvlm.core import Data, Message, Params
+from fedvlm.keys import NotNegative, Positive
 from fedvlm.local.base import Local
 from fedvlm.local.descent import optimise
 from fedvlm.local.model import Model
@@ -27,8 +30,10 @@ DRAW = 41  # the purpose of the draw among examples
 @dataclass(frozen=True)
 class Memorise(Local):
     train_head: bool = True  # false: the shared classifier stays as it was at the start
-    amounts: tuple[float, ...] = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0)  # α, weight of the memory: candidates
-    sharpnesses: tuple[float, ...] = (1.0, 3.0, 10.0, 30.0)  # β, how fast similarity falls off: candidates
+    amounts: tuple[NotNegative, ...] = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0)  # α, weight of the memory: candidates
+    sharpnesses: tuple[Positive, ...] = (1.0, 3.0, 10.0, 30.0)  # β, how fast similarity falls off: candidates
+
+    effects: ClassVar[Mapping[str, str]] = {"remembers": "1 where α > 0 was the best on validation: the memory is used"}
 
     def incompatible(self, adapter: Adapter) -> str:
         return "" if "keys" in adapter.private else "fills a private memory; use adapter=memory"
@@ -46,7 +51,7 @@ class Memorise(Local):
             memory["values"].zero_()[: len(rows)] = F.one_hot(data.y[rows], len(model.task.classes)).to(data.dtype)
             self.choose(model, {k: v[i : i + 1] for k, v in (params | private).items()}, data, i)
         params |= private
-        return found
+        return found | {"remembers": (private["amount"][:, 0] > 0).to(data.dtype)}
 
     def remembered(self, data: Data, at: int, most: int, classes: int) -> Tensor:
         """Rows of the pool: by turns one of each class, until the memory is full."""
@@ -62,6 +67,7 @@ class Memorise(Local):
     def choose(self, model: Model, one: Params, data: Data, at: int) -> None:
         """Sets α and β of one client in place."""
         low, high = int(data.bounds[at, 1]), int(data.bounds[at, 2])
+        one = model.adapter.prepare(model.task, one, {})  # prompts are encoded once for all candidates
         x, y, best, most = data.x[None, low:high], data.y[low:high], (self.amounts[0], self.sharpnesses[0]), -1.0
         for amount in self.amounts if high > low else ():
             for sharpness in self.sharpnesses:

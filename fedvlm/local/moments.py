@@ -19,6 +19,7 @@ from torch import Tensor
 from fedvlm import ridge
 from fedvlm.adapters.base import Adapter, HasLinearHead, Task
 from fedvlm.core import Data, Message, Params, copy_per_client
+from fedvlm.keys import NotNegative, Share
 from fedvlm.local import copies
 from fedvlm.local.base import Local, Trained
 from fedvlm.local.model import Model
@@ -54,8 +55,8 @@ class Examples(NamedTuple):
 class SecondMoments(Local):
     keep: bool = True  # true: each client solves a head of its own; false: it uses the shared one
     balance: bool = True  # true: every class of a client counts the same; false: every example does
-    shares: tuple[float, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
-    pulls: tuple[float, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
+    shares: tuple[Share, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
+    pulls: tuple[NotNegative, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
 
     partner: ClassVar[str] = "moments"
     one_round: ClassVar[bool] = True

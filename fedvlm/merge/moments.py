@@ -19,6 +19,7 @@ from fedvlm import ridge
 from fedvlm.adapters.base import Task
 from fedvlm.core import Cohort, Params, Reply, State
 from fedvlm.errors import FedvlmError
+from fedvlm.keys import NotNegative, Positive
 from fedvlm.local import copies
 from fedvlm.local.model import Model
 from fedvlm.local.moments import (
@@ -48,11 +49,17 @@ LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of l
 class SumOfMoments(Merge):
     solver: Literal["ridge", "gaussian"] = "ridge"  # a ridge regression, or Gaussian discriminant analysis (TOFA)
     weights: Literal["size", "uniform"] = "uniform"  # of a client: its number of training examples, or the same for all
-    strengths: tuple[float, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
+    strengths: tuple[Positive, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
     choose: Literal["both", "newcomers", "clients"] = (
         "both"  # λ and c by accuracy without, with clients' moments, or both
     )
-    texts: tuple[float, ...] = (8, 4, 2, 1, 0)  # c, length of the class names' embeddings: candidates; 0: not used
+    texts: tuple[NotNegative, ...] = (
+        8,
+        4,
+        2,
+        1,
+        0,
+    )  # c, length of the class names' embeddings: candidates; 0: not used
 
     partner: ClassVar[str] = "moments"
     effects: ClassVar[Mapping[str, str]] = {

@@ -162,8 +162,9 @@ def example_refusal(method: Method, federation: Federation) -> str:
     local = f"local={name_of(method.local)}"
     if isinstance(method.local, ReleasesOnce):
         return method.local.uncovered(method.merge)
+    covered = vars(type(method.local)).get("covered", ())  # not inherited: a subclass may override the part again
     for part in ("train", "fit", "personal_copy"):
-        if getattr(type(method.local), part) is not getattr(Local, part):
+        if part not in covered and getattr(type(method.local), part) is not getattr(Local, part):
             return f"{local} trains in its own way, and only the plain training loop is covered; use local=sgd or local=prox"
     size = nbytes(method.initial) + nbytes(copies.adapter_params(method.newcomer))
     if size > LARGEST:

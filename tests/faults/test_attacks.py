@@ -111,6 +111,6 @@ def test_an_honest_run_is_the_same_with_and_without_the_bound(method, layout, im
 
 
 def test_every_merge_has_a_column_and_every_attack_a_merge(attacks):
-    assert sorted(attacks.MERGES) == sorted(parts.names("merge"))
+    assert sorted([*attacks.MERGES, *attacks.NOT_TRIED]) == sorted(parts.names("merge"))
     assert all(merge in attacks.MERGES for attack in attacks.ATTACKS for merge in attack.only)
     assert len(attacks.BY_NAME) == len(attacks.ATTACKS) + 1 and set(attacks.QUICK_ATTACKS) < set(attacks.BY_NAME)
