@@ -261,11 +261,13 @@ class Runs(Sequence[Run]):
                 made.savefig(path)
         return made
 
-    def report(self, path: str | Path = "report.html") -> Path:
-        """One self-contained page."""
-        from fedvlm.report.page import page
+    def report(self, path: str | Path = "report.html", details: bool = False, images: bool = False) -> Path:
+        """One self-contained page. details: also what the models said of test images. images: also some of these images,
+        which are private data."""
+        from fedvlm.report.page import Options, page
 
-        page(self.files, Path(path))
+        trusted = all(r.trusted for r in self)
+        page(self.files, Path(path), Options(details=details, images=images, trusted=trusted))
         return Path(path)
 
     def __repr__(self) -> str:

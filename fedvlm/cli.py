@@ -85,7 +85,24 @@ COMMANDS = {
     ),
     "compare": Command("a table from run folders", (RUNS, CSV, LATEX, SELECT)),
     "report": Command(
-        "one static page from run folders", (RUNS, Argument("--out", {"default": "report.html", "metavar": "FILE"}))
+        "one self-contained page from run folders, or served while they go on",
+        (
+            RUNS,
+            Argument("--out", {"default": "report.html", "metavar": "FILE"}),
+            Argument(
+                "--details",
+                {"action": "store_true", "help": "also what the models said of test images: confusions, reliability"},
+            ),
+            Argument(
+                "--images",
+                {"action": "store_true", "help": "also example images, which are private data; reads the runs' data"},
+            ),
+            Argument(
+                "--watch", {"action": "store_true", "help": "serve the page to this machine while runs go on, no file"}
+            ),
+            Argument("--port", {"type": int, "default": 8750, "metavar": "N", "help": "of --watch; 0: any free one"}),
+            TRUST,
+        ),
     ),
     "convert": Command(
         "data of other projects as data= takes it: LEAF's json, CoOp's split files, DomainNet's lists, prostate MRI (NIfTI)",

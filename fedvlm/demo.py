@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedvlm import console
+from fedvlm.errors import FedvlmError
 
 if TYPE_CHECKING:
     from fedvlm.folder import RunFolder
@@ -25,14 +26,22 @@ DEFAULTS = {
 
 
 def conclude(runs: list[RunFolder], picture: Path) -> None:
-    """Prints the comparison with the frozen model in words and writes a figure."""
+    """Prints the comparison with the frozen model in words, writes a figure and the page, and says how to open it."""
     from fedvlm.report import figures, gains, tables
+    from fedvlm.report.page import Options, page
 
     for verdict in gains.against(tables.summarise(runs)):
         console.out.print(verdict, markup=False)
     figures.figure(runs, picture)
     folder = picture.parent
-    console.out.print(f"figure: {picture} · runs: {folder}", markup=False)
+    written = folder / "demo.html"
+    shown = f"page: {written.resolve().as_uri()} (open it in a browser) · "
+    try:
+        public = all(r.record.config.get("data") == DEFAULTS["data"] for r in runs)  # not a folder that the user gave
+        page(runs, written, Options(details=True, images=public))
+    except FedvlmError as error:  # without jinja2
+        shown = f"no page: {error}\n"
+    console.out.print(f"{shown}figure: {picture} · runs: {folder}", markup=False)
     console.out.print(
         f"next: fedvlm predict {runs[-1].folder} IMAGE · fedvlm report {folder} · fedvlm run fedot data=FOLDER --dry",
         markup=False,

@@ -181,9 +181,9 @@ def test_page(tmp_path: Path) -> None:
     page(many(tmp_path), tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     for source in re.findall(r"""(?:src|href|srcset)\s*=\s*["']?([^"'\s>]*)""", html):
-        assert source.startswith("data:image/png;base64,")
-    assert not re.search(r"<script|<link|@import|url\(", html)
-    cells = re.findall(r'<td style="--h:([\d.]+)" class="([^"]*)">([^<]*)</td>', html)
+        assert source.startswith(("data:", "#"))
+    assert html.count("<script") == 1 and not re.search(r"@import|url\(|\sstyle=|\son\w+=", html)
+    cells = re.findall(r'<td class="h(\d+)([^"]*)">([^<]*)</td>', html)
     assert len(cells) == 4 * 9
     held_out = [text for _, style, text in cells if "held" in style]
     assert held_out == ["31.5", "41.5", "51.5", "46.5", "56.5", "66.5", "66.5", "76.5", "86.5", "–", "–", "–"]
@@ -198,8 +198,8 @@ def test_page_escapes_names_and_lists_unfinished_runs(tmp_path: Path) -> None:
     runs[1].write("run.json", replace(runs[1].record, result=None).to_json().encode())
     page(runs, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    assert "<script" not in html and "&lt;script&gt;" in html and 'b" onload' not in html
-    assert "left out (1): fedot-art-1-3" in html
+    assert html.count("<script") == 1 and "&lt;script&gt;" in html and 'b" onload' not in html
+    assert "left out (1)" in html and "fedot-art-1-3 (round 3 of 3)" in html
 
 
 def test_page_without_jinja2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_methods_on_presets_have_rows_of_their_own(tmp_path: Path) -> None:
     runs = [write(tmp_path, "ga", "art"), write(tmp_path, "ga", "art", on="unet")]
     assert [v["method"] for v in summarise(runs).values] == ["ga", "ga on=unet"]
     page(runs, tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text().count(">ga on=unet</td>") >= 2
+    assert (tmp_path / "page.html").read_text().count(">ga on=unet</th>") >= 2
 
 
 def test_runs_with_different_settings_are_separate_rows(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_further_metrics_are_columns(tmp_path: Path) -> None:
     assert (first["ece"], first["ece_pooled"], second["ece"], second["ece_pooled"]) == ("25.0", "12.5", "", "")
     assert list(first)[-4:] == ["ece", "ece_pooled", "metrics.seconds", "metrics.seconds_pooled"]
     page(runs, tmp_path / "page.html")
-    assert "<th>ece</th>" in (tmp_path / "page.html").read_text()
+    assert ">ece</th>" in (tmp_path / "page.html").read_text()
 
 
 def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_the_console_imports_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "matplotlib", "PIL", "transformers")
     code = f"import sys, fedvlm.console, fedvlm.demo; assert not set({heavy}) & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert set(demo.METHODS) == {"zero-shot", "fedavg", "fedclip", "fedot"} and demo.DEFAULTS["data"] == "emoji"
+    assert {"zero-shot", "fedavg", "fedot"} < set(demo.METHODS) and demo.DEFAULTS["data"] == "emoji"
 
 
 def test_a_shown_table_prints_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,8 +118,8 @@ def test_the_page_has_a_block_for_each_data_set(two_sets: Path) -> None:
     assert main(["report", str(two_sets), "--out", str(two_sets / "page.html")]) == 0
     html = (two_sets / "page.html").read_text()
     assert "<b>56.50 ± 0.71</b>" in html
-    assert html.count("<h1>") == 2 and html.count("<h2>Summary</h2>") == 2
-    assert html.index("<h1>flowers with tiny</h1>") < html.index("C +25.0") < html.index("<h1>pacs with tiny</h1>")
+    assert html.count("<h1>") == 1 and html.count("<h3>Summary</h3>") == 2
+    assert html.index(">flowers with tiny</h2>") < html.index("C +25.0") < html.index(">pacs with tiny</h2>")
 
 
 def test_data_of_one_name_are_told_apart_by_fingerprint(tmp_path: Path) -> None:

@@ -1,11 +1,29 @@
-"""`fedvlm report RUN … [--out page.html]`"""
+"""`fedvlm report RUN … [--out page.html] [--details] [--images] [--watch [--port N]] [--trust]`"""
 
 from __future__ import annotations
 
 import argparse
 
 from fedvlm import api, console
+from fedvlm.errors import FedvlmError
 
 
 def main(args: argparse.Namespace) -> None:
-    console.line(f"page: {api.runs(*args.runs).report(args.out)}")
+    if args.watch:
+        watch(args)
+        return
+    runs = api.runs(*args.runs, trust=args.trust)
+    console.line(f"page: {runs.report(args.out, details=args.details, images=args.images)} (open it in a browser)")
+
+
+def watch(args: argparse.Namespace) -> None:
+    """Until Ctrl-C."""
+    from fedvlm.report.live import LOOPBACK, Live, server
+    from fedvlm.report.page import Options
+
+    if args.images:
+        raise FedvlmError("--images is for a page that you keep; leave it out with --watch")
+    made = server(Live(args.runs, Options(details=args.details)), args.port)
+    console.line(f"http://{LOOPBACK}:{made.server_port}/ shows the runs while they go on; Ctrl-C stops it")
+    with made:
+        made.serve_forever()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from fedvlm import parts
@@ -18,6 +19,8 @@ class Effect(NamedTuple):
 
 def effects(run: RunFolder) -> list[Effect]:
     recorded = [r["effects"] for r in run.rounds() if r.get("effects")]
+    if not recorded:  # finding the meanings imports torch
+        return []
     known = meanings(run.record)
     names = dict.fromkeys(name for one in recorded for name in one)
     found = []
@@ -31,9 +34,13 @@ def meanings(record: RunRecord) -> dict[str, str]:
     """In words, of parts that fedvlm has; a user's own code is not run for this."""
     found: dict[str, str] = {}
     for axis, part in (("local", record.local), ("merge", record.merge)):
-        if not part.code and part.name in parts.names(axis):
-            found |= getattr(parts.find(axis, part.name), "effects", {})
+        found |= {} if part.code else meanings_of(axis, part.name)
     return found
+
+
+@cache
+def meanings_of(axis: str, name: str) -> dict[str, str]:
+    return getattr(parts.find(axis, name), "effects", {}) if name in parts.names(axis) else {}
 
 
 def line(run: RunFolder) -> str:

@@ -1,12 +1,14 @@
-"""`fedvlm report`: tables and figures of a set of run folders as one self-contained HTML file."""
+"""`fedvlm report`: tables and charts of a set of run folders as one self-contained HTML file."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,12 +17,16 @@ from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.protocols import is_base_to_novel, row, target
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
-from fedvlm.report import fairness
+from fedvlm.report import charts
+from fedvlm.report.answers import answers
 from fedvlm.report.blocks import blocks
+from fedvlm.report.columns import meanings
+from fedvlm.report.details import Details, Method, details
 from fedvlm.report.effects import effects
-from fedvlm.report.figures import DARK, LIGHT, Picture, Theme, drawn, png
+from fedvlm.report.figures import LIGHT, Line, gather, scores_by_client
 from fedvlm.report.gains import against
 from fedvlm.report.sent import sent
+from fedvlm.report.snapshot import Snapshot
 from fedvlm.report.table import Table
 from fedvlm.report.tables import (
     DASH,
@@ -35,12 +41,16 @@ from fedvlm.report.tables import (
 )
 from fedvlm.units import size
 
+if TYPE_CHECKING:
+    from fedvlm.report.examples import Shown
+
+GOING_ON = "Some runs are still going: rows show the rounds so far, and nothing is compared until all are finished."
 MOST_COLUMNS = 24  # of a matrix of accuracies; wider ones are unreadable and left out
 
 
 class Cell(NamedTuple):
     text: str
-    heat: float  # 0 to 1 on the colour scale
+    heat: int  # 0 to 10 on the colour scale
     held_out: bool
 
 
@@ -52,24 +62,67 @@ class Matrix(NamedTuple):
     rows: dict[str, list[Cell]]
 
 
-def page(runs: list[RunFolder], path: Path) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What a page shows beside what the records hold."""
+
+    details: bool = False  # what the models said of test images (details.py)
+    images: bool = False  # thumbnails of them, which are the user's private data (examples.py)
+    trusted: bool = False  # whether folders of others may read data (trust.py), for images
+    live: str = ""  # a page that is served while runs go on: the state of the folders that it shows (live.py)
+
+    @property
+    def looks(self) -> bool:
+        return self.details or self.images
+
+
+DEFAULT = Options()
+
+
+def page(runs: list[RunFolder], path: Path, options: Options = DEFAULT) -> None:
+    files.write(path, html(runs, options))
+
+
+def html(runs: list[RunFolder], options: Options = DEFAULT) -> str:
     try:
         import jinja2
+        from markupsafe import Markup
     except ImportError:
         raise FedvlmError('the HTML page needs jinja2; install it with `pip install "fedvlm[report]"`') from None
-    if not any(r.done for r in runs):
-        grouped(runs)  # says which are not finished
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    here = [Snapshot(r, running=bool(options.live)) for r in runs]
+    if not options.live and not any(r.done for r in here):
+        grouped([*here])  # says which are not finished
+    members = {name: [r for r in found if r.done] for name, found in blocks([*here]).items()}
     # autoescape: names of domains, classes and folders are untrusted text
-    engine = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    parts = [block(name, members) for name, members in blocks(runs).items() if any(r.done for r in members)]
-    html = engine.get_template("page.html.j2").render(
-        title=distinct(part.title for part in parts),
-        blocks=parts,
-        most_columns=MOST_COLUMNS,
-        unfinished=[r.folder.name for r in runs if not r.done],
+    home = Path(__file__).parent
+    engine = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(home), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    files.write(path, html)
+    engine.globals |= {"meanings": meanings, "svg": Markup}
+    style, script = ((home / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    parts = [block(name, found, options) for name, found in members.items() if found]
+    return engine.get_template("page.html.j2").render(
+        title=distinct(part.title for part in parts) or "no scores yet",
+        blocks=parts,
+        options=options,
+        policy=policy(style, script, bool(options.live)),
+        style=Markup(style),
+        script=Markup(script),
+        most_columns=MOST_COLUMNS,
+        unfinished=[r.progress for r in here if not r.finished],
+    )
+
+
+def policy(style: str, script: str, live: bool) -> str:
+    """Nothing but this style, this script and images that are inside the page; a live page may ask its own server."""
+    allowed = {"default-src": "'none'", "style-src": sealed(style), "script-src": sealed(script), "img-src": "data:"}
+    allowed |= {"connect-src": "'self'"} if live else {}
+    allowed |= {"base-uri": "'none'", "form-action": "'none'"}
+    return "; ".join(f"{name} {value}" for name, value in allowed.items())
+
+
+def sealed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 class Block(NamedTuple):
@@ -81,17 +134,31 @@ class Block(NamedTuple):
     any_base_to_novel: bool
     all_base_to_novel: bool
     verdicts: list[str]
-    scores: dict[str, str]  # theme → picture
-    fairness: dict[str, str]
+    legend: list[charts.Entry]
+    charts: dict[str, list[charts.Drawn]]  # by heading
+    numbers: list[dict[str, str]]  # of the curves
+    clients: list[dict[str, str]]
     matrices: list[Matrix]
     traffic: list[dict[str, str]]
     acted: list[dict[str, str]]
     sent: list[dict[str, str]]
     runs: list[dict[str, str]]
+    look: Look | None
 
 
-def block(title: str, runs: list[RunFolder]) -> Block:
-    groups, table = grouped(runs), summarise(runs)
+class Look(NamedTuple):
+    """What the models said of test images."""
+
+    details: Details | None
+    examples: list[Shown]
+    outsiders: list[charts.Drawn]
+
+
+def block(title: str, runs: Sequence[RunFolder], options: Options = DEFAULT) -> Block:
+    runs = list(runs)
+    groups, table, lines = grouped(runs), summarise(runs), gather(runs, LIGHT)
+    if any(isinstance(r, Snapshot) and not r.finished for r in runs):
+        table = replace(table, notes=[GOING_ON, *table.notes[:1]], bold=set(), by_seed={})
     base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
     return Block(
         title=title,
@@ -100,14 +167,69 @@ def block(title: str, runs: list[RunFolder]) -> Block:
         any_base_to_novel=any(base_to_novel),
         all_base_to_novel=all(base_to_novel),
         verdicts=against(table),
-        scores={"light": picture(drawn, runs, LIGHT), "dark": picture(drawn, runs, DARK)},
-        fairness={"light": picture(fairness.drawn, runs, LIGHT), "dark": picture(fairness.drawn, runs, DARK)},
+        legend=charts.legend(lines),
+        charts=charts.compared(runs, lines),
+        numbers=charts.numbers(lines, charts.megabytes(runs, lines)),
+        clients=by_client(lines),
         matrices=matrices(groups),
         traffic=[traffic(label, records) for label, records in groups.items()],
         acted=[line for r in runs for line in acted(r)],
         sent=[line for r in runs for line in sent(r)],
         runs=listing(runs),
+        look=look(runs, lines, options) if options.looks else None,
     )
+
+
+def look(runs: list[RunFolder], lines: list[Line], options: Options) -> Look:
+    folders = {r.record.identity: r for r in runs}
+    said = {x.label: [a for r in x.records if (a := answers(folders[r.identity]))] for x in lines}
+    methods = [(k, x.label, said[x.label]) for k, x in charts.indexed(lines)]
+    return Look(
+        details(methods) if options.details else None,
+        examples(methods, folders, options.trusted) if options.images else [],
+        outsiders(lines, folders, options.trusted) if options.details else [],
+    )
+
+
+def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -> list[charts.Drawn]:
+    """Of the first run of each method."""
+    asked = [(x.label, folders[x.records[0].identity]) for x in lines if x.records[0].config.get("outsiders")]
+    if not asked:
+        return []
+    from fedvlm.data.pool import Pools  # late: torch
+    from fedvlm.report.outsiders import histogram
+
+    pools = Pools()
+    return [found for label, run in asked if (found := histogram(label, run, pools, trusted))]
+
+
+def examples(methods: list[Method], folders: dict[str, RunFolder], trusted: bool) -> list[Shown]:
+    """Of the first run of each method that trains."""
+    from fedvlm.data.pool import Pools  # late: torch, and only --images needs it
+    from fedvlm.report.examples import MOST_CLIENTS, MOST_IMAGES, PER_CLIENT, partner, shown, source_of
+
+    frozen = [a for k, _, runs in methods if k < 0 for a in runs]
+    trained = [(label, runs[0]) for k, label, runs in methods if k >= 0 and runs]
+    chosen = trained or [(label, runs[0]) for _, label, runs in methods if runs]
+    clients = sum(min(MOST_CLIENTS, len(set(a.client.tolist()))) for _, a in chosen)
+    most, pools, out = max(1, min(PER_CLIENT, MOST_IMAGES // max(1, clients))), Pools(), []
+    for label, own in chosen:
+        run = folders[own.record.identity]
+        out.append(shown(label, run, own, partner(own, frozen), source_of(run, own, pools, trusted), most))
+    return out
+
+
+def by_client(lines: list[Line]) -> list[dict[str, str]]:
+    """Test score of each client by method, mean over runs: the shared model's where it was held out, else its own."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        for name, value in (entry for r in line.records for entry in scores_by_client(r).items()):
+            if value is not None:
+                found[name][line.label].append(value)
+    return [
+        {"client": name} | {x.label: percent(float(np.mean(v[x.label])) if v[x.label] else None) for x in lines}
+        for name, v in sorted(found.items())
+    ]
 
 
 def facts(groups: Groups) -> dict[str, str]:
@@ -152,11 +274,6 @@ def percent(value: float | None) -> str:
     return DASH if value is None or np.isnan(value) else f"{100 * value:.1f}"
 
 
-def picture(draw: Callable[[list[RunFolder], Theme], Picture], runs: list[RunFolder], theme: Theme) -> str:
-    """The figure as a PNG in base64."""
-    return base64.b64encode(png(draw(runs, theme), theme)).decode()
-
-
 def matrices(groups: Groups) -> list[Matrix]:
     """One matrix per method, all on one colour scale."""
     by_method = {label: accuracies(records) for label, records in groups.items()}
@@ -168,7 +285,7 @@ def matrices(groups: Groups) -> list[Matrix]:
         rows: dict[str, list[Cell]] = {held: [] for held in sorted({held for held, _ in cells})}
         for held, name in ((held, name) for held in rows for name in names):
             value, held_out = cells.get((held, name), (np.nan, False))
-            heat = round(float(np.nan_to_num((value - low) / span)), 3)
+            heat = round(10 * float(np.nan_to_num((value - low) / span)))
             rows[held].append(Cell(percent(value), heat, held_out))
         if 0 < len(names) <= MOST_COLUMNS:
             out.append(Matrix(label, names, rows))

@@ -1,0 +1,389 @@
+"""The charts with which the page compares methods, from run folders only: see `compared` for the list.
+
+The numbers are those of `figures.gather`, and so of the tables: last round, test split, ± one standard error over seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedvlm.evaluate.protocols import is_base_to_novel
+from fedvlm.folder import RunFolder
+from fedvlm.records import MEASURES
+from fedvlm.report import fairness
+from fedvlm.report.figures import AXIS_LABELS, PLOTTED, Line, score_name, scores_by_row, shorten, spaced, targets
+from fedvlm.report.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Scale,
+    bounds,
+    chart,
+    colour,
+    dashed,
+    element,
+    linear,
+    outline,
+)
+
+FEW_CLIENTS = 12  # that get a curve each; of more, percentiles are drawn
+PERCENTILES = (0, 25, 50, 75, 100)
+MOST_LABELS = 12  # methods whose names stand beside their markers
+
+
+class Drawn(NamedTuple):
+    """A chart of the page."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+class Entry(NamedTuple):
+    """Of the legend."""
+
+    number: int  # of its colour, marker and dashes
+    label: str
+    style: str
+    svg: str
+
+
+def legend(lines: list[Line]) -> list[Entry]:
+    return [Entry(k, x.label, colour(k, x.frozen), sample(k, x.frozen)) for k, x in indexed(lines)]
+
+
+def sample(method: int, frozen: bool) -> str:
+    """A piece of its curve with its marker."""
+    line = element("path", d="M2 8H38", cls=f"curve {dashed(method)}")
+    return line + element("path", d=outline(method, frozen, 20, 8), cls="mark")
+
+
+def indexed(lines: list[Line]) -> list[tuple[int, Line]]:
+    """Each method with the number of its colour; the frozen model is grey and has −1."""
+    trained = [x for x in lines if not x.frozen]
+    return [(-1 - k if x.frozen else trained.index(x), x) for k, x in enumerate(lines)]
+
+
+def compared(runs: list[RunFolder], lines: list[Line]) -> dict[str, list[Drawn]]:
+    """Heading → charts."""
+    axes = axes_of(lines)
+    curves = [m for m in (MEASURES if axes == ["novel", "base"] else axes) if known(lines, m)]
+    spent = megabytes(runs, lines)
+    found = {
+        "Where the methods end, and at what cost": [
+            *([plane(lines, *axes)] if len(axes) == 2 else [row_chart(lines, m) for m in axes]),
+            *pareto(lines, axes, spent),
+        ],
+        "How fast they get there": [
+            *(by_round(lines, m) for m in curves if any(len(x.rounds) > 1 for x in lines)),
+            *(by_megabytes(lines, m, spent) for m in curves if any(np.ptp(v) > 0 for v in spent.values())),
+        ],
+        "Each client": [*client_rows(lines), *ranked(lines)],
+        "Weights and gaps by round": [*variances(runs, lines), *by_client(runs, lines)],
+    }
+    return {heading: charts for heading, charts in found.items() if charts}
+
+
+def axes_of(lines: list[Line]) -> list[str]:
+    open_classes = all(is_base_to_novel(r) for x in lines for r in x.records)
+    return [m for m in (("novel", "base") if open_classes else ("G", "P")) if known(lines, m)]
+
+
+def known(lines: list[Line], metric: str) -> bool:
+    return any(math.isfinite(x.last(metric)[0]) for x in lines)
+
+
+def axis(lines: list[Line], metric: str) -> str:
+    return AXIS_LABELS[metric].format(score_name(lines))
+
+
+def plane(lines: list[Line], up: str, across: str) -> Drawn:
+    """Each method as a point with its interval, and its path over rounds; dashed lines through the frozen model."""
+    at = {k: (*x.last(across), *x.last(up)) for k, x in indexed(lines)}
+    both = [(k, x) for k, x in indexed(lines) if np.isfinite(at[k]).all()]
+    ends = [at[k] for k, _ in both]
+    xs = [p + side * d for p, d, _, _ in ends for side in (-1, 1)]
+    ys = [g + side * d for _, _, g, d in ends for side in (-1, 1)]
+    c = chart(f"{up} against {across} for each method", wider(xs), wider(ys), f"{across}, %")
+    for k, x in both:
+        p, dp, g, dg = at[k]
+        c.open_group(k, x.frozen)
+        if x.frozen:
+            c.add("line", x1=c.x(p), x2=c.x(p), y1=TOP, y2=HEIGHT - BOTTOM, cls="reference")
+            c.add("line", x1=LEFT, x2=WIDTH - RIGHT, y1=c.y(g), y2=c.y(g), cls="reference")
+        path = [(a, b) for a, b in zip(x.over(across)[0], x.over(up)[0], strict=True) if c.holds(a, b)]
+        if len(path) > 1:
+            c.add("path", d="M" + "L".join(f"{c.x(a):g} {c.y(b):g}" for a, b in path), cls="trail")
+        c.add("line", x1=c.x(p - dp), x2=c.x(p + dp), y1=c.y(g), y2=c.y(g), cls="interval")
+        c.add("line", x1=c.x(p), x2=c.x(p), y1=c.y(g - dg), y2=c.y(g + dg), cls="interval")
+        c.marker(
+            k, p, g, f"{x.label}: {up} {g:.1f} ± {dg:.1f}, {across} {p:.1f} ± {dp:.1f} (standard errors)", x.frozen
+        )
+        c.close_group()
+    label_points(c, [(k, x, at[k][0], at[k][2]) for k, x in both])
+    left_out = [x.label for k, x in indexed(lines) if (k, x) not in both]
+    caption = f"Up: {axis(lines, up)}. Across: {axis(lines, across)}. Bars: ± one standard error over seeds"
+    caption += "; faint: the rounds before."
+    caption += f" Not drawn, because a value is missing: {', '.join(left_out)}." if left_out else ""
+    return Drawn(f"{up} against {across}", caption, str(c))
+
+
+def wider(values: Sequence[float]) -> list[float]:
+    """With a third of their range on both sides, for some of the path; early rounds may be far away."""
+    low, high = bounds(values)
+    return [low - (high - low) / 3, high + (high - low) / 3]
+
+
+def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> None:
+    """Names beside the markers, moved up or down so that they do not overlap."""
+    if len(points) > MOST_LABELS:
+        return
+    wanted = [c.y(y) - 9 * x.frozen for _, x, _, y in points]  # above its dashed line
+    heights = spaced(wanted, 13, TOP + 6, HEIGHT - BOTTOM - 4)
+    for (k, line, x, _), height in zip(points, heights, strict=True):
+        right = c.x(x) < (LEFT + WIDTH - RIGHT) / 2
+        c.open_group(k, line.frozen)
+        side = f"label {'' if right else 'end'}"
+        c.add("text", text=shorten(line.label, 24), cls=side, x=c.x(x) + (9 if right else -9), y=height + 4)
+        c.close_group()
+
+
+def row_chart(lines: list[Line], metric: str) -> Drawn:
+    """A row for each method, where there is one metric only."""
+    ends = {k: x.last(metric) for k, x in indexed(lines)}
+    values = [v + s * e for v, e in ends.values() for s in (-1, 1)]
+    c = rows_axes(f"{metric} of each method", [x.label for x in lines], values, f"{metric}, %")
+    for place, (k, x) in enumerate(indexed(lines)):
+        value, error = ends[k]
+        if math.isfinite(value):
+            c.open_group(k, x.frozen)
+            c.add("line", x1=c.x(value - error), x2=c.x(value + error), y1=c.y(place), y2=c.y(place), cls="interval")
+            c.marker(k, value, place, f"{x.label}: {metric} {value:.1f} ± {error:.1f} (standard error)", x.frozen)
+            c.close_group()
+    return Drawn(metric, f"{axis(lines, metric)}, ± one standard error over seeds.", str(c))
+
+
+def rows_axes(name: str, rows: Sequence[str], values: Sequence[float], x_label: str) -> Chart:
+    """Axes with a named row for each entry, the first on top."""
+    height = max(120, TOP + BOTTOM + 20 * len(rows))
+    left = min(150, 16 + 6.4 * max(len(shorten(r, 20)) for r in rows))
+    y = Scale(-0.5, len(rows) - 0.5, TOP, height - BOTTOM)
+    x = linear(values, left, WIDTH - RIGHT)
+    return Chart(name, x, y, x_label, height, rows=[shorten(r, 20) for r in rows])
+
+
+def by_round(lines: list[Line], metric: str) -> Drawn:
+    return curves(lines, metric, "round", {x.label: np.array(x.rounds, float) for x in lines}, "by round", "{:.0f}")
+
+
+def by_megabytes(lines: list[Line], metric: str, spent: dict[str, np.ndarray]) -> Drawn:
+    return curves(lines, metric, "MB sent in both directions, all clients", spent, "by megabytes", "{:.3g} MB")
+
+
+def curves(lines: list[Line], metric: str, x_label: str, xs: dict[str, np.ndarray], how: str, form: str) -> Drawn:
+    shown = [(k, x) for k, x in indexed(lines) if math.isfinite(x.last(metric)[0])]
+    spread = [v for _, x in shown for m, e in [x.over(metric)] for v in (*(m - e), *(m + e))]
+    c = chart(f"{metric} {how}", np.concatenate([xs[x.label] for _, x in shown]).tolist(), spread, x_label)
+    for k, x in shown:
+        mean, error = x.over(metric)
+        at = xs[x.label]
+        c.open_group(k, x.frozen)
+        if x.frozen:
+            c.add("line", x1=LEFT, x2=WIDTH - RIGHT, y1=c.y(mean[-1]), y2=c.y(mean[-1]), cls="reference")
+        c.band(at.tolist(), (mean - error).tolist(), (mean + error).tolist())
+        tips = [
+            f"{x.label}, {'round ' if x_label == 'round' else ''}{form.format(a)}: {metric} {m:.1f} ± {e:.1f}"
+            for a, m, e in zip(at, mean, error, strict=True)
+        ]
+        c.curve(k, at.tolist(), mean.tolist(), tips)
+        c.close_group()
+    return Drawn(f"{metric} {how}", f"{axis(lines, metric)}, {how}; bands: ± one standard error over seeds.", str(c))
+
+
+def megabytes(runs: list[RunFolder], lines: list[Line]) -> dict[str, np.ndarray]:
+    """Of each method, what was sent until each of its rounds, in both directions, mean over runs."""
+    sent: dict[str, dict[int, int]] = {}
+    for run in runs:
+        total, by_round = 0, dict[int, int]()
+        for record in run.rounds():
+            total += record.get("bytes_up", 0) + record.get("bytes_down", 0)
+            by_round[record["round"]] = total
+        sent[run.record.identity] = by_round
+    out = {}
+    for line in lines:
+        each = [sent[r.identity] for r in line.records]
+        whole = [r.finished.bytes_up + r.finished.bytes_down for r in line.records]
+        out[line.label] = np.array(
+            [np.mean([s.get(k, w) for s, w in zip(each, whole, strict=True)]) / 1e6 for k in line.rounds]
+        )
+    return out
+
+
+def pareto(lines: list[Line], axes: list[str], spent: dict[str, np.ndarray]) -> list[Drawn]:
+    """A chart for each cost in which methods differ: accuracy (the mean of the metrics) over it, with the front."""
+    score = {x.label: float(np.mean([x.last(m)[0] for m in axes])) if axes else math.nan for x in lines}
+    costs: dict[str, Callable[[Line], float]] = {
+        "rounds": lambda x: float(x.rounds[-1]),
+        "MB": lambda x: float(spent[x.label][-1]),
+        "seconds": lambda x: float(np.mean([r.finished.seconds for r in x.records])),
+    }
+    return [
+        cost_chart(lines, name, {x.label: cost(x) for x in lines}, score, axes)
+        for name, cost in costs.items()
+        if len({round(cost(x), 9) for x in lines if not x.frozen and math.isfinite(score[x.label])}) > 1
+    ]
+
+
+def cost_chart(lines: list[Line], name: str, cost: dict[str, float], score: dict[str, float], axes: list[str]) -> Drawn:
+    shown = [(k, x) for k, x in indexed(lines) if math.isfinite(score[x.label])]
+    xs, ys = [cost[x.label] for _, x in shown], [score[x.label] for _, x in shown]
+    of = f"{' and '.join(axes)}{', mean' if len(axes) > 1 else ''}"
+    c = chart(
+        f"{of} against {name}", xs, ys, f"{name}, logarithmic" + ("; 0 at the left" if 0 in xs else ""), log_x=True
+    )
+    best = front(xs, ys)
+    corners = [z for a, b in itertools.pairwise(best) for z in ((xs[b], ys[a]), (xs[b], ys[b]))]
+    path = [(xs[best[0]], ys[best[0]]), *corners] if best else []
+    if len(path) > 1:
+        c.add("path", d="M" + "L".join(f"{c.x(a):g} {c.y(b):g}" for a, b in path), cls="front")
+    for j, (k, x) in enumerate(shown):
+        c.open_group(k, x.frozen)
+        note = "" if j in best else "; another is at least as good for less"
+        c.marker(k, xs[j], ys[j], f"{x.label}: {ys[j]:.1f} at {xs[j]:.3g} {name}{note}", x.frozen)
+        c.close_group()
+    label_points(c, [(k, x, cost[x.label], score[x.label]) for k, x in shown])
+    caption = f"{of}, %, against {name} of a run. On the line: no other method is at least as good for less."
+    return Drawn(f"Accuracy against {name}", caption, str(c))
+
+
+def front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
+    """The entries that no other one dominates, cheapest first."""
+    out: list[int] = []
+    for k in sorted(range(len(costs)), key=lambda k: (costs[k], -scores[k])):
+        if not out or scores[k] > scores[out[-1]]:
+            out.append(k)
+    return out
+
+
+def client_rows(lines: list[Line]) -> list[Drawn]:
+    """A row for each client (or held-out target), where there are few."""
+    rows = scores_by_row(lines)
+    if not rows:
+        return []
+    values = [v for cells in rows.values() for v in cells if math.isfinite(v)]
+    what = "target" if len(targets(lines)) > 1 else "client"
+    c = rows_axes(f"score of each {what}", list(rows), values, f"{score_name(lines)}, %")
+    for j, (k, x) in enumerate(indexed(lines)):
+        c.open_group(k, x.frozen)
+        for place, (name, cells) in enumerate(rows.items()):
+            if math.isfinite(cells[j]):
+                c.marker(k, cells[j], place, f"{x.label}, {name}: {cells[j]:.1f} %", x.frozen)
+        c.close_group()
+    of = "the shared model on each target while it was held out" if what == "target" else "each client, test images"
+    return [Drawn(f"Each {what}", f"{score_name(lines)} of {of}, worst first.", str(c))]
+
+
+def ranked(lines: list[Line]) -> list[Drawn]:
+    found = {x.label: v for x in lines if (v := fairness.ranked_scores(x)) is not None}
+    if not found:
+        return []
+    ys = np.concatenate(list(found.values())).tolist()
+    c = chart("clients ranked by score", [0, 100], ys, "clients from worst to best, percentile")
+    for k, x in ((k, x) for k, x in indexed(lines) if x.label in found):
+        c.open_group(k, x.frozen)
+        tips = [
+            f"{x.label}, percentile {p:.0f}: {v:.1f} %"
+            for p, v in zip(fairness.PERCENTILES, found[x.label], strict=True)
+        ]
+        c.curve(k, fairness.PERCENTILES.tolist(), found[x.label].tolist(), tips)
+        c.close_group()
+    return [
+        Drawn("Clients ranked", "Score of the personal models, clients from worst to best; mean over runs.", str(c))
+    ]
+
+
+def variances(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
+    found = {x.label: v for x in lines if (v := fairness.gap_variances(runs, x)) is not None}
+    if not found:
+        return []
+    logs = {label: np.log10(np.maximum(v, fairness.SMALLEST)) for label, (_, v) in found.items()}
+    xs = [float(r) for rounds, _ in found.values() for r in rounds]
+    c = chart("variance of the generalisation gap", xs, np.concatenate(list(logs.values())).tolist(), "round")
+    for k, x in ((k, x) for k, x in indexed(lines) if x.label in found):
+        rounds, values = found[x.label]
+        c.open_group(k, x.frozen)
+        tips = [f"{x.label}, round {r}: {v:.3g}" for r, v in zip(rounds, values, strict=True)]
+        c.curve(k, [float(r) for r in rounds], logs[x.label].tolist(), tips)
+        c.close_group()
+    words = "Variance over clients of the generalisation gap, as a power of ten."
+    return [Drawn("Variance of the gap", words, str(c))]
+
+
+def by_client(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
+    """Weights and gaps of the clients, a chart for each method that recorded some that are not all equal."""
+    out = []
+    for line in lines:
+        identities = {r.identity for r in line.records}
+        members = [r for r in runs if r.record.identity in identities]
+        for name, words in (
+            ("weights", "Weight of each client in the merge"),
+            ("gaps", "Generalisation gap of each client"),
+        ):
+            values = recorded(members, name)
+            if len(values) > 1 and any(np.ptp(list(v.values())) > 1e-6 for v in values.values()):
+                out.append(client_curves(f"{line.label}: {name}", words, values))
+    return out
+
+
+def recorded(runs: list[RunFolder], name: str) -> dict[int, dict[str, float]]:
+    """Round → client → value, mean over runs."""
+    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in (x for r in runs for x in r.rounds()):
+        given = record.get(name)
+        for client, value in given.items() if isinstance(given, dict) else ():
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[record["round"]][client].append(float(value))
+    return {k: {c: sum(v) / len(v) for c, v in clients.items()} for k, clients in sorted(found.items()) if clients}
+
+
+def client_curves(title: str, words: str, values: dict[int, dict[str, float]]) -> Drawn:
+    names = list(dict.fromkeys(c for clients in values.values() for c in clients))
+    curves: dict[str, list[float]] = {}
+    if len(names) <= FEW_CLIENTS:
+        curves = {n: [v.get(n, math.nan) for v in values.values()] for n in names}
+        how = "a curve for each client"
+    else:
+        each = [np.percentile(list(v.values()), PERCENTILES) for v in values.values()]
+        curves = {f"percentile {p}": [float(e[j]) for e in each] for j, p in enumerate(PERCENTILES)}
+        how = f"percentiles {', '.join(map(str, PERCENTILES))} of {len(names)} clients"
+    rounds = [float(k) for k in values]
+    c = chart(title, rounds, [v for ys in curves.values() for v in ys], "round")
+    for k, (name, ys) in enumerate(curves.items()):
+        c.parts.append(f'<g class="{colour(k)}">')
+        c.curve(k, rounds, ys, [f"{name}, round {r:.0f}: {v:.3g}" for r, v in zip(rounds, ys, strict=True)])
+        c.close_group()
+    return Drawn(title, f"{words}, mean over runs; {how}.", str(c))
+
+
+def numbers(lines: list[Line], spent: dict[str, np.ndarray], most: int = 12) -> list[dict[str, str]]:
+    """What the curves show, as rows of a table; of many rounds, evenly chosen ones."""
+    metrics, rows = [m for m in PLOTTED if known(lines, m)], []
+    for line in lines:
+        places = np.unique(np.linspace(0, len(line.rounds) - 1, most).round().astype(int))
+        for place in places:
+            row = {"method": line.label, "round": str(line.rounds[place]), "MB": f"{spent[line.label][place]:.3g}"}
+            for m in metrics:
+                value = line.over(m)[0][place]
+                row[m] = f"{value:.1f}" if math.isfinite(value) else "–"
+            rows.append(row)
+    return rows

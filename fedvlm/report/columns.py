@@ -1,0 +1,60 @@
+"""What the columns of the page's tables mean, in one sentence each."""
+
+from __future__ import annotations
+
+MEANINGS = {
+    "method": "the method, with the settings in which rows of one method differ",
+    "G": "test accuracy of the shared model on held-out clients, in %",
+    "S": "test accuracy of the shared model on the clients that train, in %",
+    "P": "test accuracy of the personal models of the clients that train, in %",
+    "C": "mean of G and P over all domains, in %",
+    "local": "personal models on the classes that a client trains on, in %",
+    "base": "personal models on all classes that any client trains on, in %",
+    "novel": "personal models on the classes that no client trains on, in %",
+    "hm": "harmonic mean of base and novel, in %",
+    "paper G/P/C": "what the method's paper reports for this data set, measured with another backbone",
+    "paper local/base/novel/hm": "what the method's paper reports for this data set, measured with another backbone",
+    "shared base/novel/hm": "base, novel and hm of the shared model",
+    "worst 10 %": "mean test accuracy of the worst tenth of the clients, personal models, in %",
+    "gap variance": "variance over clients of the generalisation gap, mean over the second half of the rounds",
+    "corrupted": "accuracy of the personal models on corrupted test images, in %",
+    "AUROC": "how well outsiders are told from the classes: area under the ROC curve, in %",
+    "FPR95": "outsiders that pass where 95 % of the known images do, in %; lower is better",
+    "MB up/round": "what all clients together send to the server in a round",
+    "shared": "parameters that are sent",
+    "private": "parameters that stay with a client",
+    "seconds": "of a run, mean over runs",
+    "clients per round": "clients that are asked in a round",
+    "up per round": "sent from all clients to the server in a round",
+    "up in total": "sent from all clients to the server in a run",
+    "down per round": "sent from the server to all clients in a round",
+    "down in total": "sent from the server to all clients in a run",
+    "run": "name of the run folder",
+    "folder": "name of the run folder",
+    "held out": "the domain or client that nobody trains on",
+    "seed": "of splits, samples and initial values",
+    "settings that differ": "settings that are not the same for all of these runs",
+    "round": "of training; 0 is before the first",
+    "MB": "sent until then in both directions, all clients together",
+    "what": "the number as the method records it, or the tensors that were sent",
+    "first round": "its value in the first round that has it",
+    "last round": "its value in the last round that has it",
+    "meaning": "in words, where the method gives it",
+    "client": "its name; “held out” where it did not train",
+    "step": "what the client was asked to do",
+    "messages": "how many were received from it",
+    "bytes": "that these had in all",
+    "protected": "whether updates were clipped, noised or masked before they were sent",
+    "class": "its name in the data",
+    "examples": "test images of it, over all runs of the page",
+    "view": "shared: the shared model; personal: the client's own",
+    "truth": "the class that the image has",
+    "said": "the class that the model gave instead",
+    "times": "how often, over all runs of the method on the page",
+    "share": "of the test images of that class, in %",
+}
+
+
+def meanings(names: list[str]) -> dict[str, str]:
+    """Of the columns whose meaning is known; others are named after metrics of the run or after methods."""
+    return {n: MEANINGS[n] for n in names if n in MEANINGS}

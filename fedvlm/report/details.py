@@ -1,0 +1,237 @@
+"""What models get right and wrong (`fedvlm report --details`): confusions, classes, reliability, image features.
+
+From the outputs that runs keep of their test images, all runs of a method together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from fedvlm.report.answers import VIEWS, Answers
+from fedvlm.report.charts import Drawn
+from fedvlm.report.figures import shorten
+from fedvlm.report.svg import COLOURS, TOP, WIDTH, Chart, Scale, chart, element, linear, thinned
+
+BINS = 10
+MOST_CLASSES = 40  # of a confusion matrix
+MOST_CELLS = 9000  # of all confusion matrices of a block: the page stays small
+MOST_CONFUSIONS = 300  # rows of the table
+MOST_POINTS = 350  # images of a picture of features
+Method = tuple[int, str, list[Answers]]  # number of its colour (negative: the frozen model), label, runs
+
+
+class Confusion(NamedTuple):
+    label: str
+    view: str
+    client: str  # "": all of them
+    svg: str
+
+
+class Details(NamedTuple):
+    reliability: list[Drawn]
+    features: list[Drawn]
+    classes: list[dict[str, str]]
+    confusions: list[dict[str, str]]
+    matrices: list[Confusion]  # of all clients together
+    by_client: list[Confusion]
+    left_out: int  # matrices by client that would make the page too large
+
+
+def details(methods: list[Method]) -> Details | None:
+    known = [m for m in methods if m[2]]
+    if not known:
+        return None
+    names = known[0][2][0].record.data.classes
+    matrices = list[Confusion]()
+    by_client, left_out, cells = list[Confusion](), 0, 0
+    wanted = [(m, view, "") for m in known for view in views(m)]
+    wanted += [(m, view, c) for m in known if m[0] >= 0 for c in clients(m[2]) for view in views(m)]
+    for (_, label, runs), view, client in wanted if len(names) <= MOST_CLASSES else []:
+        counts = confusion(runs, view, client)
+        cells += int((counts > 0).sum())
+        if client and cells > MOST_CELLS:
+            left_out += 1
+        elif counts.any():
+            made = Confusion(label, view, client, matrix(f"{label}, {view}", counts, names))
+            (by_client if client else matrices).append(made)
+    return Details(
+        [
+            reliability(known, view)
+            for view in VIEWS
+            if any(a.probabilities(view) is not None for m in known for a in m[2])
+        ],
+        embeddings(known),
+        by_class(known, names),
+        most_confused(known, names),
+        matrices,
+        by_client,
+        left_out,
+    )
+
+
+def views(method: Method) -> list[str]:
+    return [v for v in VIEWS if any(v in a.logits for a in method[2])]
+
+
+def clients(runs: list[Answers]) -> list[str]:
+    return list(dict.fromkeys(a.client_name(int(k)) for a in runs for k in np.unique(a.client)))
+
+
+def reliability(methods: list[Method], view: str) -> Drawn:
+    """How often a model is right, against how sure it is: the diagonal is a calibrated model."""
+    c = chart(f"reliability of the {view} models", [0, 100], [0, 100], "how sure, %")
+    c.add("line", x1=c.x(0), y1=c.y(0), x2=c.x(100), y2=c.y(100), cls="reference")
+    for k, label, runs in methods:
+        found = [(p, a) for a in runs if (p := a.probabilities(view)) is not None]
+        if not found:
+            continue
+        sure = np.concatenate([p.max(1) for p, _ in found])
+        right = np.concatenate([p.argmax(1) == a.label for p, a in found])
+        bins, error = calibration(sure, right)
+        tips = [f"{label}: sure {x:.0f} %, right {y:.0f} %, {n} images; ECE {error:.1f}" for x, y, n in bins]
+        c.open_group(k, k < 0)
+        c.curve(k, [b[0] for b in bins], [b[1] for b in bins], tips)
+        c.close_group()
+    words = f"How often the {view} model is right, against how sure it is; below the dashed line it is too sure."
+    return Drawn(f"Reliability, {view}", words, str(c))
+
+
+def calibration(sure: np.ndarray, right: np.ndarray) -> tuple[list[tuple[float, float, int]], float]:
+    """Of each bin how sure and how often right (percent), and how many; and the expected calibration error in percent."""
+    place = np.minimum((sure * BINS).astype(int), BINS - 1)
+    bins = [
+        (100 * float(sure[place == b].mean()), 100 * float(right[place == b].mean()), int((place == b).sum()))
+        for b in np.unique(place)
+    ]
+    return bins, sum(n * abs(x - y) for x, y, n in bins) / max(1, len(sure))
+
+
+def confusion(runs: list[Answers], view: str, client: str = "") -> np.ndarray:
+    """[truth, said], of one client or of all."""
+    size = len(runs[0].record.data.classes)
+    total = np.zeros((size, size), int)
+    for a in runs:
+        found = a.probabilities(view)
+        if found is None:
+            continue
+        own = np.array([not client or a.client_name(int(k)) == client for k in range(len(a.record.clients))])[a.client]
+        np.add.at(total, (a.label[own], found[own].argmax(1)), 1)
+    return total
+
+
+def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
+    """Rows are the truth, columns what was said; the colour is the share of the row."""
+    size = len(names)
+    left = min(110.0, 12 + 6 * max(len(shorten(n, 16)) for n in names))
+    step = (WIDTH - left - 12) / size
+    height = round(TOP + size * step + 24)
+    y = Scale(-0.5, size - 0.5, TOP, TOP + size * step)
+    shown = [shorten(n, 16) for n in names] if step > 9 else [""] * size
+    c = Chart(
+        f"confusion matrix: {name}",
+        linear([0, 1], left, WIDTH - 12),
+        y,
+        "columns: what was said, in the same order",
+        height,
+    )
+    c.x_names, c.rows, c.dense = False, shown, step < 14
+    totals = counts.sum(1)
+    for i, j in zip(*np.nonzero(counts), strict=True):
+        share = counts[i, j] / totals[i]
+        tip = f"{names[i]} → {names[j]}: {counts[i, j]} ({100 * share:.0f} %)"
+        x, top, side = round(left + step * int(j), 1), round(TOP + step * int(i), 1), round(step - 0.6, 1)
+        kind = f"{'hit' if i == j else 'miss'} h{math.ceil(10 * share)}"
+        c.add("rect", tip, width=side, height=side, cls=kind, x=x, y=top)
+    return str(c)
+
+
+def by_class(methods: list[Method], names: list[str]) -> list[dict[str, str]]:
+    """The share of each class's test images that are classified rightly, by method and view."""
+    columns: dict[str, np.ndarray] = {}
+    examples = np.zeros(len(names), int)
+    for method in methods:
+        for view in views(method):
+            counts = confusion(method[2], view)
+            examples = np.maximum(examples, counts.sum(1))
+            columns[f"{method[1]} ({view})"] = 100 * counts.diagonal() / np.maximum(1, counts.sum(1))
+    return [
+        {"class": name, "examples": f"{examples[k]:,}"}
+        | {c: f"{v[k]:.1f}" if examples[k] else "–" for c, v in columns.items()}
+        for k, name in enumerate(names)
+    ]
+
+
+def most_confused(methods: list[Method], names: list[str]) -> list[dict[str, str]]:
+    """The most frequent mistakes by method, view and client."""
+    found: Counter[tuple[str, str, str, int, int]] = Counter()
+    totals: Counter[tuple[str, str, str, int]] = Counter()
+    for method in methods:
+        for view in views(method):
+            for a in method[2]:
+                chances = a.probabilities(view)
+                said = np.zeros(0, int) if chances is None else chances.argmax(1)
+                for k, truth, answer in zip(a.client, a.label, said, strict=False):
+                    key = (method[1], view, a.client_name(int(k)), int(truth))
+                    totals[key] += 1
+                    if truth != answer:
+                        found[*key, int(answer)] += 1
+    return [
+        {"method": m, "view": v, "client": c, "truth": names[t], "said": names[s], "times": str(n)}
+        | {"share": f"{100 * n / totals[m, v, c, t]:.0f}"}
+        for (m, v, c, t, s), n in found.most_common(MOST_CONFUSIONS)
+    ]
+
+
+def embeddings(methods: list[Method]) -> list[Drawn]:
+    """Image features before (the frozen model) and after (the personal models, else the shared one), of one run of each
+    method, by their first two principal components. Methods that leave them as they are get no picture."""
+    out, frozen, unchanged = list[Drawn](), list[np.ndarray](), list[str]()
+    for k, label, runs in methods:
+        a = runs[0]
+        chosen = np.array(thinned(range(len(a.label)), MOST_POINTS))
+        found = a.features("personal" if "personal" in a.logits else "shared", chosen)
+        if found is None or len(found) < 3 or found.shape[1] < 2:
+            continue
+        if any(f.shape == found.shape and np.allclose(f, found, atol=1e-5) for f in frozen):
+            unchanged.append(label)
+            continue
+        frozen += [found] if k < 0 else []
+        out.append(points(k, label, a, chosen, principal(found)))
+    if out and unchanged:
+        words = f" The same for {', '.join(unchanged)}, which leave image features as they are."
+        out[0] = out[0]._replace(caption=out[0].caption + words)
+    return out
+
+
+def principal(x: np.ndarray) -> np.ndarray:
+    """The first two principal components, [examples, 2]."""
+    centred = x - x.mean(0)
+    _, axes = np.linalg.eigh(centred.T @ centred)
+    found: np.ndarray = centred @ axes[:, :-3:-1]
+    return found
+
+
+def points(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray) -> Drawn:
+    c = chart(f"image features: {label}", at[:, 0].tolist(), at[:, 1].tolist(), "first principal component")
+    c.x_names = False
+    for j, (x, y) in zip(chosen, at, strict=True):
+        held = bool(a.held_out[j])
+        tip = f"{a.record.data.classes[int(a.label[j])]}, {a.client_name(int(a.client[j]))}"
+        kind = f"point c{int(a.label[j]) % COLOURS}"
+        if held:
+            size = 3.5
+            where = f"M{c.x(x) - size:g} {c.y(y) - size:g}l7 7m0-7l-7 7"
+            c.parts.append(element("path", tip, d=where, cls=f"{kind} unseen"))
+        else:
+            c.parts.append(element("circle", tip, cx=c.x(x), cy=c.y(y), r=2.2, cls=kind))
+    seen = f"; crosses: {', '.join(a.record.finished.unseen)}, which nobody trained on" if a.held_out.any() else ""
+    own = "personal" in a.logits
+    when = (
+        "before: the frozen model" if k < 0 else f"after training: the {'personal models' if own else 'shared model'}"
+    )
+    words = f"{when}; {len(chosen)} test images of one run, coloured by class{seen}."
+    return Drawn(f"Image features, {label}", words, str(c))

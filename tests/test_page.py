@@ -1,0 +1,383 @@
+"""The page: charts, tables, details, images, and the page while runs go on. Run folders as in test_report.py."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html as escaping
+import re
+import threading
+import urllib.error
+import urllib.request
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import save
+from test_report import CASES, DOMAINS, many, write
+
+from fedvlm import cli
+from fedvlm.config import resolve
+from fedvlm.data.pool import Pools
+from fedvlm.errors import FedvlmError
+from fedvlm.evaluate.finished import Finished
+from fedvlm.evaluate.finished import test_rows as rows_of_tests
+from fedvlm.folder import RunFolder
+from fedvlm.report import charts, outsiders, svg
+from fedvlm.report.answers import answers, softmax
+from fedvlm.report.details import calibration, confusion, details, principal
+from fedvlm.report.figures import LIGHT, gather
+from fedvlm.report.live import Live, server
+from fedvlm.report.page import Options, html
+from fedvlm.report.snapshot import Snapshot
+from fedvlm.report.tables import summarise
+from fedvlm.train import train
+
+EVIL = '<img src=x onerror="alert(1)">'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    return many(tmp_path_factory.mktemp("runs"))
+
+
+def figures(page: str) -> list[ElementTree.Element]:
+    """The charts of a page; each must be well-formed XML."""
+    return [ElementTree.fromstring(one) for one in re.findall(r"<svg viewBox=\"0 0 380.*?</svg>", page)]
+
+
+def tips(page: str) -> list[str]:
+    return [mark.get("data-tip", "") for one in figures(page) for mark in one.iter() if mark.get("data-tip")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_charts_are_well_formed_and_named(case: str, tmp_path: Path) -> None:
+    page = html(CASES[case](tmp_path))
+    drawn = figures(page)
+    assert drawn and all(one.get("role") == "img" and one.get("aria-label") for one in drawn)
+    assert "nan" not in re.sub(r"data-tip=\"[^\"]*\"", "", "".join(re.findall(r"<svg.*?</svg>", page)))
+    assert max(b - a for a, b in zip(levels(page), levels(page)[1:], strict=False)) <= 1
+
+
+def levels(page: str) -> list[int]:
+    return [int(n) for n in re.findall(r"<h([1-6])", page)]
+
+
+def test_hover_values_are_those_of_the_table(runs: list[RunFolder]) -> None:
+    rows = {str(v["method"]): v for v in summarise(runs).values}
+    shown = tips(html(runs))
+    for name in ("zero-shot", "fedavg", "fedot"):
+        wanted = rf"{name}: G {rows[name]['G']:.1f} ± [\d.]+, P {rows[name]['P']:.1f} ± "
+        assert any(re.match(wanted, tip) for tip in shown)
+
+
+def test_the_policy_allows_this_style_and_this_script_only(runs: list[RunFolder]) -> None:
+    page = html(runs)
+    policy = escaping.unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1])  # type: ignore[index]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
+    for tag in ("style", "script"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in policy
+
+
+def test_tables_are_described_for_screen_readers(runs: list[RunFolder]) -> None:
+    page = html(runs)
+    tables = re.findall(r"<table.*?</table>", page, re.DOTALL)
+    assert all('scope="col"' in t and 'scope="row"' in t for t in tables)
+    assert all("<caption>" in t for t in tables if "sortable" in t)
+    heads = set(re.findall(r'<th scope="col"([^>]*)>(G|S|P|C|seconds|MB up/round)</th>', page))
+    assert {name for _, name in heads} == {"G", "S", "P", "C", "seconds", "MB up/round"}
+    assert all("title=" in attributes for attributes, _ in heads)
+    assert "<b>76.50 ± 0.71</b>" in page and 'href="#main"' in page
+
+
+def test_everything_in_a_run_folder_is_text(tmp_path: Path) -> None:
+    run = write(tmp_path, "fedavg", EVIL.replace("/", "|"), domains=(EVIL.replace("/", "|"), "b", "c"))
+    record = run.record
+    bad = replace(
+        record, method=replace(record.method, name=EVIL), data=replace(record.data, name=EVIL, classes=[EVIL, "b"])
+    )
+    run.write("run.json", bad.to_json().encode())
+    with_outputs(run)
+    page = html([run], Options(details=True))
+    assert "<img" not in page and "&lt;img src=x" in page
+
+
+def test_the_front_is_what_nothing_dominates() -> None:
+    rng = np.random.default_rng(0)
+    costs, scores = rng.integers(0, 6, 20).tolist(), rng.integers(0, 6, 20).tolist()
+    found = charts.front(costs, scores)
+    for k in range(20):
+        better = [
+            j for j in range(20)
+            if costs[j] <= costs[k] and scores[j] >= scores[k] and (costs[j], scores[j]) != (costs[k], scores[k])
+        ]  # fmt: skip
+        same = [j for j in found if (costs[j], scores[j]) == (costs[k], scores[k])]
+        assert bool(same) == (not better)
+
+
+def test_megabytes_are_the_sum_of_all_rounds_so_far(runs: list[RunFolder]) -> None:
+    """Each round of these runs sends 2,000 bytes."""
+    spent = charts.megabytes(runs, gather(runs, LIGHT))
+    assert spent["fedot"] == pytest.approx([0.002 * k for k in range(8)])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (31.2, 48.9), (0.001, 0.0012), (-3, 250)])
+def test_ticks_are_round_numbers_inside(low: float, high: float) -> None:
+    found = svg.steps(low, high)
+    assert 2 <= len(found) <= 8 and all(low - 1e-9 <= v <= high + 1e-9 for v in found)
+    assert np.ptp(np.diff(found)) < 1e-9
+
+
+def test_logarithmic_axes_have_a_place_for_zero() -> None:
+    scale = svg.logarithmic([0, 1, 100], 0, 300)
+    assert scale(0) == 0 < scale(1) < scale(10) < scale(100) < 300
+    assert scale(10) - scale(1) == pytest.approx(scale(100) - scale(10), abs=0.2)
+
+
+def test_many_clients_and_methods_stay_small(tmp_path: Path) -> None:
+    """500 clients: ranked curves and a table instead of rows; 13 methods: dashes tell those of one colour apart."""
+    domains = tuple(f"client {k}" for k in range(500))
+    big = [write(tmp_path / "a", "fedavg", "client 0", rounds=1, domains=domains)]
+    page = html(big)
+    assert len(page) < 500_000 and "500 clients as numbers" in page and "Clients ranked" in page
+    page = html([write(tmp_path / "b", f"method-{k}", "art", rounds=2) for k in range(13)])
+    assert "dash1" in page and "dash2" in page and page.count('<button type="button"') == 13
+
+
+def test_weights_that_differ_are_drawn(tmp_path: Path) -> None:
+    run = write(tmp_path, "ga", "art")
+    rounds = [r | {"weights": {"photo": 0.2 + r["round"] / 10, "sketch": 0.5}} for r in run.rounds()]
+    for one in rounds:
+        run.append(one)  # type: ignore[arg-type]
+    assert "photo, round 2: 0.4" in tips(html([run]))
+    assert "ga: weights" not in html([write(tmp_path, "fedavg", "art")])
+
+
+# what the models said of test images
+
+
+def with_outputs(run: RunFolder, seed: int = 0, shift: float = 0.0) -> None:
+    """Twelve test images of each client, with logits that are right more often the larger the shift is."""
+    rng, record = np.random.default_rng(seed), run.record
+    client = np.repeat(np.arange(len(record.clients)), 12)
+    label = rng.integers(0, len(record.data.classes), len(client))
+    item = np.arange(len(client))
+    logits = rng.normal(size=(len(client), len(record.data.classes)))
+    logits[item, label] += shift
+    features = rng.normal(size=(len(client), 5))
+    found = {"client": client, "label": label, "item": item, "shared.logits": logits, "personal.logits": logits + 0.1}
+    found["personal.logits"] = logits + rng.normal(size=logits.shape)
+    run.write("outputs.safetensors", save(found | {"shared.features": features, "personal.features": features + shift}))
+
+
+def test_confusions_count_every_image_once(tmp_path: Path) -> None:
+    run = write(tmp_path, "fedavg", "art")
+    with_outputs(run)
+    found = answers(run)
+    assert found is not None
+    said = softmax(found.logits["shared"]).argmax(1)
+    table = confusion([found], "shared")
+    for truth in range(2):
+        for answer in range(2):
+            assert table[truth, answer] == ((found.label == truth) & (said == answer)).sum()
+    held = found.held_out
+    own = np.where(held, said, found.logits["personal"].argmax(1))  # held-out clients have no model of their own
+    assert (found.probabilities("personal").argmax(1) == own).all()  # type: ignore[union-attr]
+    assert confusion([found], "shared", "art (held out)").sum() == 12
+
+
+def test_calibration_against_a_loop() -> None:
+    rng = np.random.default_rng(1)
+    sure = rng.random(200)
+    right = rng.random(200) < sure
+    bins, error = calibration(sure, right)
+    wanted = 0.0
+    for b in range(10):
+        inside = [(s, r) for s, r in zip(sure, right, strict=True) if b / 10 <= s < (b + 1) / 10]
+        wanted += abs(sum(s for s, _ in inside) - sum(r for _, r in inside))
+    assert error == pytest.approx(100 * wanted / 200) and sum(n for *_, n in bins) == 200
+
+
+def test_principal_components_against_svd() -> None:
+    x = np.random.default_rng(2).normal(size=(30, 4)) * [5, 3, 1, 0.1]
+    found = principal(x)
+    centred = x - x.mean(0)
+    wanted = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
+    assert np.abs(found) == pytest.approx(np.abs(wanted))
+
+
+def test_details_are_shown_when_asked_for(tmp_path: Path) -> None:
+    runs = [write(tmp_path, "zero-shot", "art", rounds=0), write(tmp_path, "fedavg", "art")]
+    for k, run in enumerate(runs):
+        with_outputs(run, shift=float(k))
+    assert "Confusions" not in html(runs)
+    page = html(runs, Options(details=True))
+    for words in ("Reliability, shared", "Confusions", "Each class", "most frequent mistakes", "crosses: art"):
+        assert words in page
+    assert details([(0, "none", [])]) is None
+    (runs[0].folder / "outputs.safetensors").unlink()
+    (runs[1].folder / "outputs.safetensors").unlink()
+    assert "kept no outputs" in html(runs, Options(details=True))
+
+
+@pytest.mark.parametrize("damage", ["label", "shape", "bytes", "nan"])
+def test_outputs_that_do_not_fit_are_refused(damage: str, tmp_path: Path) -> None:
+    run = write(tmp_path, "fedavg", "art")
+    good = {
+        "client": np.zeros(2, int),
+        "label": np.zeros(2, int),
+        "item": np.zeros(2, int),
+        "shared.logits": np.zeros((2, 2)),
+    }
+    bad = {
+        "label": save(good | {"label": np.array([0, 7])}),
+        "shape": save(good | {"shared.logits": np.zeros((3, 2))}),
+        "bytes": b"not safetensors",
+        "nan": save(good | {"shared.logits": np.full((2, 2), np.nan)}),
+    }
+    run.write("outputs.safetensors", bad[damage])
+    with pytest.raises(FedvlmError, match=r"outputs.safetensors .*--details"):
+        answers(run)
+
+
+@pytest.fixture
+def pictured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run on a folder of images, with outputs; item k is the k-th image."""
+    data = tmp_path / "data"
+    labels = []
+    for domain in DOMAINS:
+        for k in range(12):
+            labels.append(k >= 6)
+            path = data / domain / ("b" if k >= 6 else "a") / f"{k:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (300, 200), (20 * k, 0, 0)).save(path)
+    run = write(tmp_path / "runs", "fedavg", "art")
+    setup = resolve("fedavg", {"data": str(data), "unseen": "art", "rounds": "3"})
+    monkeypatch.setattr(RunFolder, "setup", lambda self, trusted=False, uses=(): setup)
+    label = np.array(labels, int)
+    logits = np.eye(2)[label] * np.linspace(0, 3, 36)[:, None]
+    where = {"client": np.repeat(np.arange(3), 12), "label": label, "item": np.arange(36)}
+    run.write("outputs.safetensors", save(where | {"shared.logits": logits, "personal.logits": logits * 2}))
+    return run
+
+
+def test_images_only_when_asked_for_and_said_so(pictured: RunFolder) -> None:
+    assert "data:image" not in html([pictured], Options(details=True))
+    page = html([pictured], Options(images=True))
+    thumbnails = re.findall(r'src="data:image/jpeg;base64,([^"]*)"', page)
+    assert len(thumbnails) == 3 * 6 and "This page contains images of the data" in page
+    assert page.index("contains images") < page.index("Summary")
+    assert page.count("personal: ") == 12 and page.count("✓") >= 18  # the held-out client has the shared model only
+
+
+def test_images_that_are_not_the_runs_are_refused(pictured: RunFolder, tmp_path: Path) -> None:
+    for path in (tmp_path / "data" / "art" / "a").iterdir():
+        path.unlink()
+    with pytest.raises(FedvlmError, match="not what it was trained on"):
+        html([pictured], Options(images=True))
+
+
+def test_outsiders_are_drawn_as_the_run_scored_them(images: Path, tmp_path: Path) -> None:
+    """How sure the frozen model is of the test images is also in the run's outputs."""
+    rng = np.random.default_rng(5)
+    (tmp_path / "others").mkdir()
+    for k in range(8):
+        noise = rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / "others" / f"{k}.png")
+    given = {"data": str(images), "outsiders": str(tmp_path / "others"), "rounds": "0", "unseen": "noto"}
+    setup = resolve("zero-shot", given)
+    pools = Pools()
+    run = train(setup, pools.load(setup), tmp_path / "run")
+    said = answers(run)
+    assert said is not None
+    model = Finished.of(run, setup, pools.load(setup))
+    data = model.tested.data
+    own = outsiders.sure(model, data.x[torch.from_numpy(rows_of_tests(data))])
+    assert np.sort(own) == pytest.approx(np.sort(said.probabilities("shared").max(1)), abs=1e-5)  # type: ignore[union-attr]
+    page = html([run], Options(details=True))
+    assert "Outsiders, zero-shot" in page and any(tip.startswith("outsiders: ") for tip in tips(page))
+
+
+# while runs go on
+
+
+def unfinished(run: RunFolder) -> None:
+    run.write("run.json", replace(run.record, result=None).to_json().encode())
+
+
+def test_a_run_that_goes_on_ends_with_its_last_round(tmp_path: Path) -> None:
+    run = write(tmp_path, "fedavg", "art")
+    whole = run.record
+    unfinished(run)
+    so_far = Snapshot(run, running=True).record
+    assert so_far.finished.last == whole.finished.last and so_far.finished.bytes_up == whole.finished.bytes_up
+    assert so_far.finished.unseen == whole.finished.unseen
+    assert Snapshot(run).record.result is None and not Snapshot(run, running=True).finished
+    (run.folder / "rounds.jsonl").unlink()
+    assert "No round has been scored yet" in html([run], Options(live="x"))
+
+
+def test_nothing_is_compared_while_runs_go_on(tmp_path: Path) -> None:
+    """A bench in the middle: one method is finished, of another one target has started."""
+    runs = [r for r in many(tmp_path) if "fedot" not in r.folder.name or r.folder.name == "fedot-art-1-7"]
+    page = html(runs, Options(live="x"))
+    assert "beats zero-shot" in page
+    for run in runs:
+        if "fedot" in run.folder.name or "fedavg-sketch" in run.folder.name:
+            unfinished(run)
+    page = html(runs, Options(live="x"))
+    assert "still going" in page and "beats" not in page and "<b>76" not in page and "Still running" in page
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, RunFolder]]:
+    run = write(tmp_path, "fedavg", "art")
+    unfinished(run)
+    made = server(Live([str(tmp_path)], Options()), 0)
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{made.server_port}", run
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def get(url: str, **headers: str) -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+        return str(answer.read().decode())
+
+
+def test_the_live_page_follows_the_folders(served: tuple[str, RunFolder]) -> None:
+    home, run = served
+    page, state = get(home), get(f"{home}/state")
+    assert (
+        f'data-state="{state}"' in page and "round 3 of 3" in page and "connect-src 'self'" in escaping.unescape(page)
+    )
+    run.append(run.rounds()[-1] | {"round": 4})  # type: ignore[arg-type]
+    assert get(f"{home}/state") != state and "round 4 of 3" in get(home)
+
+
+def test_the_live_page_is_for_this_machine_and_read_only(served: tuple[str, RunFolder]) -> None:
+    home, _ = served
+    for url, headers, status in (
+        (f"{home}/run.json", {}, 404),
+        (f"{home}/../../etc/passwd", {}, 404),
+        (home, {"Host": "example.org"}, 403),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(url, **headers)
+        assert refused.value.code == status
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(home, data=b"x")
+    assert refused.value.code == 501
+
+
+def test_watching_takes_no_images(tmp_path: Path) -> None:
+    write(tmp_path, "fedavg", "art")
+    assert cli.main(["report", str(tmp_path), "--watch", "--images"]) != 0
