@@ -142,8 +142,10 @@ class Data:
 
     def class_counts(self, classes: int) -> Tensor:
         """Training examples by client and class, [clients, classes]."""
-        rows = [torch.bincount(self.y[int(low) : int(high)], minlength=classes) for low, high, *_ in self.bounds]
-        return torch.stack(rows).to(self.dtype)
+        lengths = self.counts("train")
+        owner = np.repeat(np.arange(len(self)), lengths)
+        cells = self.tensor(owner * classes) + self.y[self.tensor(stretches(self.bounds[:, 0], lengths))]
+        return torch.bincount(cells, minlength=len(self) * classes).view(len(self), classes).to(self.dtype)
 
     def batches(self, size: int, epochs: int = 1) -> Iterator[Batch]:
         """Shuffled training batches. Clients must be ordered largest first: those still training are then always a prefix,
@@ -187,7 +189,7 @@ class Data:
         lengths = np.diff(bounds, axis=1)
         cells = np.repeat((3 * place[:, None] + np.arange(3)).reshape(-1), lengths.reshape(-1))
         together = bool((bounds[1:, 0] == bounds[:-1, 3]).all())  # contiguous in the pool: no copy needed
-        rows = None if together else np.concatenate([np.arange(b[0], b[3]) for b in bounds])
+        rows = None if together else stretches(bounds[:, 0], lengths.sum(1))
         for first in range(0, len(cells), limit):
             cell = cells[first : first + limit]
             low = int(bounds[0, 0]) + first
@@ -337,6 +339,12 @@ class Cohort:
             return part.ask(step, message)
         finally:
             self.bytes_down, self.bytes_up = part.bytes_down, part.bytes_up
+
+
+def stretches(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The numbers start … start + length − 1 of each stretch, one after the other."""
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
 
 
 def is_running_statistic(name: str) -> bool:

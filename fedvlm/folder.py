@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, cast
 from filelock import FileLock, Timeout
 
 import fedvlm
-from fedvlm import files, recipe, trust
+from fedvlm import files, many, recipe, trust
 from fedvlm.config import Setup, binding
 from fedvlm.errors import FedvlmError
 from fedvlm.names import file_name, printable
@@ -150,7 +150,7 @@ class RunFolder:
 
     def append(self, record: RoundRecord) -> None:
         with files.writing(self.folder, ADVICE), (self.folder / "rounds.jsonl").open("ab") as out:
-            out.write(json.dumps(record).encode() + b"\n")
+            out.write(json.dumps(many.summarised(record)).encode() + b"\n")
 
     def save(self, state: State, round: int) -> None:
         """After a whole round: the old state stands until the new one is complete."""
@@ -223,7 +223,7 @@ class RunFolder:
             raise FedvlmError(
                 f"{path} has no record of round {min(missing)}, and {STATE} is of round {round}; {RESTORE}"
             )
-        self.write("rounds.jsonl", "".join(json.dumps(r) + "\n" for r in kept).encode())
+        self.write("rounds.jsonl", "".join(json.dumps(many.summarised(r)) + "\n" for r in kept).encode())
 
     def finish(self, result: Result) -> None:
         self._sync(STATE, "outputs.safetensors")
@@ -281,7 +281,11 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
         versions=versions(),
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         clients=list(federation.names),
-        homes=dict(zip(federation.names, federation.domains, strict=True)),
+        homes={
+            name: home
+            for name, home in zip(federation.names, federation.domains, strict=True)
+            if len(federation.names) <= many.MANY or name != home
+        },
     )
 
 

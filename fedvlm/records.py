@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, TypeVar, cast
 
 from fedvlm.errors import FedvlmError
+from fedvlm.many import compact, expanded, summarised
 
 FORMAT = 2  # of run.json; 1 had no number and did not hold the code of users' own parts
 EXPORT_FORMAT = 2  # of config.json in an exported folder
@@ -40,7 +41,7 @@ class RoundRecord(TypedDict, total=False):
     seconds: float
     void: str  # why the round changed nothing
     unscored: str  # why the round has no scores
-    missing: list[str]  # clients that are not in the scores
+    missing: list[str]  # clients that are not in the scores; of more than 1,000, ranges (many.py)
     offences: dict[str, str]  # clients whose answers were refused, and why
     quarantined: list[str]  # clients that are no longer asked, after offences in three rounds
     late: list[str]  # clients that did not answer in time
@@ -56,6 +57,9 @@ class RoundRecord(TypedDict, total=False):
     effects: dict[str, float]  # what the mechanisms of the local rule (median over clients) and the merge did
     cosine: float
     gap_variance: float
+    summaries: dict[
+        str, dict[str, float]
+    ]  # of more than 1,000 clients' weights, gaps, …: how many, least, median, most
     weights: dict[str, float]
     gaps: dict[str, float]
     shared: Scores
@@ -213,7 +217,9 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     started: str = ""
     clients: list[str] = field(default_factory=list)
-    homes: dict[str, str] = field(default_factory=dict)  # client → domain
+    homes: dict[str, str] = field(
+        default_factory=dict
+    )  # client → domain; of many clients, those that are not alone in one
     result: Result | None = None
     format: int = FORMAT
     legacy: bool = False  # converted from the first format, in which a run was not self-contained
@@ -241,7 +247,11 @@ class RunRecord:
         return self.result
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        short = dataclasses.replace(self, clients=compact(self.clients))
+        if short.result:
+            last, selected = (cast(RoundRecord, summarised(r)) for r in (short.result.last, short.result.selected))
+            short = dataclasses.replace(short, result=dataclasses.replace(short.result, last=last, selected=selected))
+        return json.dumps(dataclasses.asdict(short), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> RunRecord:
@@ -259,6 +269,7 @@ class RunRecord:
                 raise ValueError(f"an entry is missing ({key})")
         as_trained(raw.get("adapter"))
         found = build(cls, raw)
+        found = dataclasses.replace(found, clients=expanded(found.clients))
         for key, hint in (("seed", int), ("rounds", int), ("unseen", list[str]), ("protocol", str)):
             _value(hint, found.config.get(key), f"config.{key}")
         for metric in found.metrics:

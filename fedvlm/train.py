@@ -21,6 +21,7 @@ from fedvlm.errors import FedvlmError, NoQuorum, VoidRound
 from fedvlm.evaluate.views import evaluate, selection
 from fedvlm.folder import STATE, RunFolder
 from fedvlm.guard import Guard
+from fedvlm.many import counted
 from fedvlm.method import Method
 from fedvlm.predictor import check_state
 from fedvlm.privacy.plan import check_method, planned, recorded
@@ -231,7 +232,7 @@ def with_items(outputs: Params, federation: Federation) -> Params:
 def result(method: Method, federation: Federation, records: list[RoundRecord]) -> Result:
     """The last round, and the round chosen on validation; never the best on test."""
     scored = [r for r in records if "personal" in r]
-    chosen = max(scored, key=lambda r: (-len(r.get("missing", ())), selection(r), -r["round"]))
+    chosen = max(scored, key=lambda r: (-counted(r.get("missing", ())), selection(r), -r["round"]))
     spread = [r["gap_variance"] for r in records if "gap_variance" in r]
     return Result(
         last=scored[-1],

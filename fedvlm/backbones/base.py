@@ -1,7 +1,7 @@
 """The interface of a frozen encoder. A black box offers images → embeddings and nothing else."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,6 +53,15 @@ class HasViews(Protocol):
         ...
 
 
+@runtime_checkable
+class PreparesImages(Protocol):
+    """A backbone that prepares images apart from its model: then this is done ahead, in other threads."""
+
+    def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
+        """What `images` and `encode` take in the place of the image, with the same result to the bit."""
+        ...
+
+
 def offered(backbone: Backbone, view: str) -> str:
     """The view, or embedding in place of raw where the backbone gives normalised embeddings only."""
     raw = isinstance(backbone, HasViews) and backbone.view_format(RAW) is not None
@@ -71,14 +80,14 @@ def view_format(backbone: Backbone, view: str) -> ViewFormat:
     return found
 
 
-def encode_view(backbone: Backbone, images: Sequence[Image.Image], view: str) -> Tensor:
+def encode_view(backbone: Backbone, images: Sequence[Image.Image | Tensor], view: str) -> Tensor:
     """The images in that view, [images, …]."""
-    view = offered(backbone, view)
+    view, plain = offered(backbone, view), cast(Sequence[Image.Image], images)  # prepared only for those that take it
     if view == "embedding":
-        return backbone.images(images)
+        return backbone.images(plain)
     if not isinstance(backbone, HasViews):
         raise _no_such_view(backbone, view)
-    return backbone.encode(images, view)
+    return backbone.encode(plain, view)
 
 
 def _no_such_view(backbone: Backbone, view: str) -> FedvlmError:

@@ -133,8 +133,13 @@ class HuggingFaceModel(Generic[Model]):
         cast(nn.Module, model).to(self.device)  # in place; transformers' own `to` is not typed
         return model
 
-    def pixels(self, images: Sequence[Image.Image]) -> Tensor:
-        return self.processor(images=list(images), return_tensors="pt")["pixel_values"].to(self.device)
+    def pixels(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
+        """Of images, or of what `Clip.prepare` made of each of them."""
+        if any(isinstance(image, Tensor) for image in images):
+            each = [i if isinstance(i, Tensor) else self.pixels([i])[0].cpu() for i in images]
+            return torch.stack(each).to(self.device)
+        plain = cast(Sequence[Image.Image], images)
+        return self.processor(images=list(plain), return_tensors="pt")["pixel_values"].to(self.device)
 
     @cached_property
     def processor(self) -> Processor:
@@ -184,6 +189,12 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         with loading(self.folder):
             tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
         return tokenizer
+
+    def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
+        """Its pixels, for the views that the model computes; of CLIP, whose processor takes images one by one."""
+        if view == "pixels" or self.kind != Clip.kind:
+            return image
+        return self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm import files
-from fedvlm.data.source import NO_DOMAIN, Embeddings, Item, Source
+from fedvlm.data.columns import NumberedItems, Words
+from fedvlm.data.source import NO_DOMAIN, Embeddings, Source
 from fedvlm.errors import FedvlmError
 
 MAX_CLASSES = 1_000_000  # where they have no names
@@ -47,14 +49,13 @@ def open_embeddings(path: Path) -> Source:
     home = _numbers(path, "domain", found.get("domain", torch.zeros(len(y), dtype=torch.int64)))
     if home.shape != y.shape or int(home.min()) < 0 or int(home.max()) >= len(domains):
         raise FedvlmError(f"data={path}: tensor 'domain' must be [n], with numbers below {len(domains)}")
-    groups = _numbers(path, "group", found["group"]).tolist() if "group" in found else [""] * len(y)
-    if len(groups) != len(y):
-        raise FedvlmError(f"data={path}: tensor 'group' has {len(groups)} numbers for {len(y)} rows")
-    items = tuple(
-        Item(str(k), domains[d], classes[c], str(g))
-        for k, (d, c, g) in enumerate(zip(home.tolist(), y.tolist(), groups, strict=True))
-    )
-    present = sorted({i.label for i in items})
+    group = Words(("",), np.zeros(len(y), np.int64))
+    if "group" in found:
+        group = Words.of(map(str, _numbers(path, "group", found["group"]).tolist()))
+    if len(group) != len(y):
+        raise FedvlmError(f"data={path}: tensor 'group' has {len(group)} numbers for {len(y)} rows")
+    label = Words.coded(classes, y.numpy())
+    items, present = NumberedItems(Words.coded(domains, home.numpy()), label, group), label.names
     text = found.get("text")
     if text is not None:
         if text.shape != (len(classes), x.shape[1]):
@@ -108,12 +109,11 @@ def write_embeddings(
     tensors = {"x": x.float().contiguous(), "y": torch.tensor(list(y))}
     about: dict[str, object] = {"classes": list(classes), "scale": scale}
     if domains is not None:
-        known = sorted(set(domains))
-        tensors["domain"] = torch.tensor([known.index(d) for d in domains])
-        about["domains"] = known
+        home = Words.of(domains)
+        tensors["domain"] = torch.from_numpy(home.codes)
+        about["domains"] = list(home.names)
     if groups is not None:
-        names = sorted(set(groups))
-        tensors["group"] = torch.tensor([names.index(g) for g in groups])
+        tensors["group"] = torch.from_numpy(Words.of(groups).codes)
     if text is not None:
         tensors["text"] = text.float().contiguous()
     files.write(path, save(tensors, {k: json.dumps(v) for k, v in about.items()}))

@@ -14,6 +14,7 @@ from fedvlm.config import OPEN, Layout
 from fedvlm.core import SPLITS, Data, Extra
 from fedvlm.data import partition
 from fedvlm.data.centre import centred
+from fedvlm.data.columns import Words, column
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import NO_DOMAIN, Item
 from fedvlm.errors import FedvlmError, nearest
@@ -42,31 +43,33 @@ class Federation:
         if self.pooled:
             return np.array([len(self.names) - 1])
         has = self.data.counts("train") > 0
-        return np.array([i for i in range(len(self.names)) if i not in self.unseen and has[i]], np.int64)
+        has[list(self.unseen)] = False
+        return np.flatnonzero(has)
 
 
 def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     items = pool.source.items
     novel = pool.task.novel.classes if pool.task.novel else ()
     classes = {c: k for k, c in enumerate((*pool.task.classes, *novel))}
-    y = np.array([classes[i.label] for i in items])
-    domains = [i.domain for i in items]
+    labels, domains = column(items, "label"), column(items, "domain")
+    y = np.array([classes[name] for name in labels.names])[labels.codes]
     if len(layout.split) != 3 or min(layout.split) < 0 or layout.split[0] <= 0:
         raise FedvlmError(f"split={layout.split} must be three shares, train above 0, such as 60,20,20")
     by_domain = pool.source.task_type is NEXT_CHARACTER  # a block of text holds many characters
-    strata = domains if by_domain else [i.label for i in items]
-    part = split_of(items, strata, domains, seed, layout)
+    part = split_of(items, domains if by_domain else labels, domains, seed, layout)
     base = np.flatnonzero(y < len(pool.task.classes))  # nobody holds examples of novel classes
-    owner, names, homes = _owners(layout, y[base], part[base], [items[i] for i in base], seed)
-    if layout.score == "domain" and not set(homes) <= set(domains):
+    clients = column(items, "client")
+    kind = _kind(layout, domains.only(base), clients.only(base))
+    owner, names, homes = _owners(kind, layout, y[base], part[base], domains.only(base), clients.only(base), seed)
+    if layout.score == "domain" and not set(homes) <= set(domains.names):
         raise FedvlmError(
             "score=domain: these clients are of no single domain; use partition=domain-dirichlet or score=all"
         )
-    unseen = tuple(k for k in range(len(names)) if names[k] in layout.unseen or homes[k] in layout.unseen)
+    unseen = tuple(k for k in range(len(names)) if {names[k], homes[k]} & set(layout.unseen)) if layout.unseen else ()
     if layout.unseen_split == "all":
         part[base[np.isin(owner, unseen)]] = SPLITS.index("test")
     keep = partition.few_shot(y[base], owner, part[base], layout.shots, seed)
-    order = np.lexsort((base, part[base], owner))
+    order = np.argsort(owner * len(SPLITS) + part[base], kind="stable")
     order = order[keep[order]]
     cells = np.bincount(owner[order] * 3 + part[base][order], minlength=3 * len(names)).reshape(-1, 3)
     order = base[order]
@@ -96,7 +99,7 @@ def split_of(
     items: Sequence[Item], strata: Sequence[str], domains: Sequence[str], seed: int, layout: Layout, first: int = 0
 ) -> np.ndarray:
     """The split of each item: as the data say, or else drawn."""
-    groups = [i.group for i in items]
+    groups = column(items, "group")
     if any(i.split for i in items[:1]):
         return partition.given_split([i.split for i in items], strata, domains, groups, seed, layout.split, first)
     return partition.split(strata, domains, groups, seed, layout.split, first)
@@ -186,8 +189,12 @@ def _pooled(federation: Federation) -> Federation:
 
 def partition_of(layout: Layout, items: Sequence[Item]) -> str:
     """What partition=auto is for these items: their clients where they name these, else their domains, else dirichlet."""
-    has_domains = {i.domain for i in items} != {NO_DOMAIN}
-    auto = "client" if all(i.client for i in items) else "domain" if has_domains else "dirichlet"
+    return _kind(layout, column(items, "domain"), column(items, "client"))
+
+
+def _kind(layout: Layout, domains: Words, clients: Words) -> str:
+    has_domains = domains.names != (NO_DOMAIN,)
+    auto = "client" if all(clients.names) else "domain" if has_domains else "dirichlet"
     kind = layout.partition if layout.partition != "auto" else auto
     if kind.startswith("domain") and not has_domains:
         raise FedvlmError(
@@ -201,11 +208,10 @@ def partition_of(layout: Layout, items: Sequence[Item]) -> str:
 
 
 def _owners(
-    layout: Layout, y: np.ndarray, part: np.ndarray, items: Sequence[Item], seed: int
+    kind: str, layout: Layout, y: np.ndarray, part: np.ndarray, domain: Words, client: Words, seed: int
 ) -> tuple[np.ndarray, list[str], list[str]]:
     """The owner of each item, the clients' names, and their domains."""
-    known = sorted({i.domain for i in items})
-    kind = partition_of(layout, items)
+    known, place = list(domain.names), domain.codes
     if kind == "disjoint" and layout.per_client:
         raise FedvlmError(
             f"per_client={layout.per_client}: partition=disjoint deals each class to one client; classes overlap with "
@@ -214,21 +220,19 @@ def _owners(
     if layout.clients < 1:
         raise FedvlmError(f"clients={layout.clients} must be at least 1")
     if kind == "client":
-        homes = {i.client: i.domain for i in items}
-        clients = {name: k for k, name in enumerate(sorted(homes))}
-        return np.array([clients[i.client] for i in items]), list(clients), [homes[name] for name in clients]
-    position = {domain: k for k, domain in enumerate(known)}
-    place = np.array([position[i.domain] for i in items])
+        home = np.zeros(len(client.names), np.int64)
+        home[client.codes] = place
+        return client.codes, list(client.names), [known[k] for k in home.tolist()]
     if kind in ("domain", "pooled"):
         return place, known, known
     if kind in ("domain-iid", "domain-dirichlet"):
         owner, names = np.zeros(len(y), np.int64), []
-        for k, domain in enumerate(known):
+        for k, name in enumerate(known):
             mine = np.flatnonzero(place == k)
             cut = (y[mine], part[mine], layout.clients, key(seed, 29, k))
             mix = partition.iid(*cut) if kind == "domain-iid" else partition.dirichlet(*cut, layout.alpha)
             owner[mine] = k * layout.clients + mix
-            names += [f"{domain}-{i}" for i in range(layout.clients)]
+            names += [f"{name}-{i}" for i in range(layout.clients)]
         return owner, names, [d for d in known for _ in range(layout.clients)]
     deal = {
         "iid": lambda: partition.iid(y, part, layout.clients, seed),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedvlm.core import SPLITS, FedvlmError
+from fedvlm.data.columns import Words
 from fedvlm.seeds import numpy_generator
 
 
@@ -35,8 +36,8 @@ def split(
     one. Every stratum has something in train.
     """
     parts = np.zeros(len(labels), np.int64)
-    strata: dict[str | tuple[str, ...], list[list[int]]] = {}  # stratum → units, each a list of items kept together
-    if any(groups):
+    if any(Words.of(groups).names):
+        strata: dict[str, list[list[int]]] = {}  # stratum → units, each a list of items kept together
         members: dict[str, list[int]] = {}
         for i, group in enumerate(groups):
             if group:
@@ -45,19 +46,28 @@ def split(
         alone = {(labels[i], "", str(i)): [i] for i, group in enumerate(groups) if not group}
         for (label, *_), together in sorted((units | alone).items()):
             strata.setdefault(label, []).append(together)
-    else:
-        for i, stratum in enumerate(zip(domains, labels, strict=True)):
-            strata.setdefault(stratum, []).append([i])
-    for number, (_, members_of) in enumerate(sorted(strata.items()), first):
-        counts = apportion(len(members_of), np.asarray(shares, float))
-        if counts[0] == 0:
-            counts[counts.argmax()] -= 1
-            counts[0] = 1
-        order = numpy_generator(seed, 11, number).permutation(len(members_of))
-        for part, chosen in enumerate(np.split(order, np.cumsum(counts)[:-1])):
-            for unit in chosen:
-                parts[members_of[unit]] = part
+        for number, (_, units_of) in enumerate(sorted(strata.items()), first):
+            for unit, part in zip(units_of, _drawn_parts(len(units_of), seed, shares, number), strict=True):
+                parts[unit] = part
+        return parts
+    by_class, by_domain = Words.of(labels), Words.of(domains)
+    stratum = by_domain.codes * len(by_class.names) + by_class.codes
+    order = np.argsort(stratum, kind="stable")
+    _, sizes = np.unique(stratum, return_counts=True)
+    for number, rows in enumerate(np.split(order, np.cumsum(sizes)[:-1]) if len(order) else (), first):
+        parts[rows] = _drawn_parts(len(rows), seed, shares, number)
     return parts
+
+
+def _drawn_parts(count: int, seed: int, shares: Sequence[float] | np.ndarray, number: int) -> np.ndarray:
+    """The split of each of the units of a stratum."""
+    counts = apportion(count, np.asarray(shares, float))
+    if counts[0] == 0:
+        counts[counts.argmax()] -= 1
+        counts[0] = 1
+    found = np.empty(count, np.int64)
+    found[numpy_generator(seed, 11, number).permutation(count)] = np.repeat(np.arange(len(counts)), counts)
+    return found
 
 
 def most_frequent(labels: Sequence[str]) -> str:
@@ -80,7 +90,7 @@ def given_split(
     drawn = [part == 0 or not (parts == part).any() for part in range(len(SPLITS))]
     rows = np.flatnonzero(parts == 0)
     if any(drawn[1:]) and len(rows):
-        label, domain, group = ([column[i] for i in rows.tolist()] for column in (labels, domains, groups))
+        label, domain, group = (Words.of(column).only(rows) for column in (labels, domains, groups))
         parts[rows] = split(label, domain, group, seed, np.where(drawn, shares, 0), first)
     return parts
 

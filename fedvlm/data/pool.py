@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,6 +19,7 @@ from fedvlm.backbones.layouts import check_adapter, notes_on
 from fedvlm.backbones.text import TextTower
 from fedvlm.config import OPEN, Config, Setup
 from fedvlm.core import Extra
+from fedvlm.data.columns import Words, column
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
@@ -218,7 +220,7 @@ def text_pool(source: Source) -> Pool:
     """Characters need no backbone."""
     assert source.tokens is not None
     task = Task(tuple(ALPHABET), None, 0, 1.0)
-    mark = fingerprint([digest(source.tokens.tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
+    mark = fingerprint([digest(source.tokens.tobytes())], domains_and_labels(source))
     return Pool(source, torch.from_numpy(source.tokens), task, mark, "none@none")
 
 
@@ -228,8 +230,16 @@ def embedding_pool(source: Source, view: str = "embedding") -> Pool:
     assert given is not None
     unit, dim = F.normalize(given.x, dim=-1), given.x.shape[1]
     task = Task(tuple(source.classes), given.text, dim, given.scale, phrases=tuple(source.classes))
-    mark = fingerprint([digest(unit.numpy().tobytes())], [f"{i.domain}/{i.label}" for i in source.items])
+    mark = fingerprint([digest(unit.numpy().data)], domains_and_labels(source))
     return Pool(source, given.x if view == RAW else unit, task, mark, "embeddings@given")
+
+
+def domains_and_labels(source: Source) -> Words:
+    """domain/label of each item."""
+    domain, label = column(source.items, "domain"), column(source.items, "label")
+    used, codes = np.unique(domain.codes * len(label.names) + label.codes, return_inverse=True)
+    pairs = (divmod(k, len(label.names)) for k in used.tolist())
+    return Words.coded([f"{domain.names[d]}/{label.names[k]}" for d, k in pairs], codes)
 
 
 def check_embeddings(setup: Setup, pool: Pool) -> Pool:

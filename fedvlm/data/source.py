@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from fedvlm.data.columns import NumberedItems, column
 from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
 from fedvlm.errors import FedvlmError, nearest
@@ -55,7 +56,7 @@ class Embeddings(NamedTuple):
 class Source:
     name: str
     root: Path  # a folder, or a zip or text file
-    items: tuple[Item, ...]
+    items: Sequence[Item]
     task_type: TaskType = CLASSIFICATION
     masks: tuple[Item, ...] = ()  # segmentation: the mask of each item, in the same order
     tokens: np.ndarray | None = None  # text: the input characters of each item, [items, characters]
@@ -66,11 +67,11 @@ class Source:
 
     @property
     def domains(self) -> list[str]:
-        return sorted({i.domain for i in self.items})
+        return list(column(self.items, "domain").names)
 
     @property
     def classes(self) -> list[str]:
-        return sorted({i.label for i in self.items})
+        return list(column(self.items, "label").names)
 
     @property
     def has_split(self) -> bool:
@@ -169,6 +170,8 @@ def sample_domains(names: Iterable[str], count: int, keep: Sequence[str] = ()) -
 
 def keep_domains(source: Source, count: int, keep: Sequence[str] = ()) -> Source:
     """The source with `count` of its domains (0: all), see `sample_domains`."""
+    if not count:
+        return source
     kept = sample_domains(source.domains, count, keep)
     return _only(source, [k for k, i in enumerate(source.items) if i.domain in kept])
 
@@ -193,7 +196,11 @@ def keep_classes(source: Source, names: Sequence[str]) -> Source:
 
 def _only(source: Source, rows: list[int]) -> Source:
     """The source with these items."""
-    items, masks = (tuple(part[k] for k in rows if part) for part in (source.items, source.masks))
+    masks = tuple(source.masks[k] for k in rows if source.masks)
+    if isinstance(source.items, NumberedItems):
+        items: Sequence[Item] = source.items.only(np.array(rows, np.int64))
+    else:
+        items = tuple(source.items[k] for k in rows)
     given = source.embeddings
     return replace(source, items=items, masks=masks, embeddings=given and given._replace(x=given.x[rows]))
 
@@ -244,6 +251,6 @@ def group_of(pattern: str, file: str) -> str:
         ) from error
 
 
-def digest(data: bytes) -> bytes:
+def digest(data: bytes | memoryview) -> bytes:
     """A 16-byte content hash."""
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -6,6 +6,9 @@ so that any number of processes may write at once: at worst a row is computed tw
 A row whose checksum does not match is treated as missing and computed again. Many small segments are joined into one; a
 reader that finds a segment gone reads the folder again. A cache that cannot be written is used as it is.
 
+The keys of a longer segment are also in a file of their own beside it, so that opening a view does not read its rows. That
+file is made by whoever opens a segment without one; where it is damaged or missing, the segment itself is read.
+
 Embeddings are stored as they are before normalisation where the backbone gives them so (view raw): one encoding serves
 adapters of both views. Rows that earlier versions stored normalised are still read.
 """
@@ -13,12 +16,13 @@ adapters of both views. Rows that earlier versions stored normalised are still r
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import shutil
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +39,11 @@ from torch.nn import functional as F
 from fedvlm import console, files
 from fedvlm.backbones.base import RAW, Backbone, ViewFormat, encode_view, offered, view_format
 from fedvlm.core import FedvlmError
+from fedvlm.data.ahead import Ready, Wanted, read_ahead, ready
+from fedvlm.data.columns import Words
 from fedvlm.data.corruptions import KINDS, corrupt
-from fedvlm.data.images import BadImage, decode, is_turned, too_many
+from fedvlm.data.images import PIXELS, BadImage, is_turned
+from fedvlm.data.index import KEY, Index, Place
 from fedvlm.data.source import Source, digest
 from fedvlm.errors import nearest
 from fedvlm.machine import cache_home
@@ -45,9 +52,13 @@ from fedvlm.names import file_name
 BATCH = 64  # images per call of an encoder
 PHRASES = 256  # phrases per call of an encoder
 SEGMENT_ROWS, SEGMENT_BYTES = 2048, 64 << 20  # a segment is written at either size; a crash loses at most one segment
+KEYS_APART = 1024  # rows of a segment from which on its keys have a file of their own
+LABELS = 1 << 16  # labels that are hashed at a time
 MANY = 64  # segments smaller than SEGMENT_BYTES that are joined
-MOST_OPEN = 8  # files open at a time
+MOST_OPEN = 32  # files open at a time
 ATTEMPTS = 10  # to read a folder that other processes change
+ROWS, KEYS = ".rows", ".keys"  # how the names of segments end, and of the files of their keys
+CHECK = 4  # bytes of the checksum at the end of a file of keys
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 SEVERITIES = 5  # of each kind of corruption
 ABANDONED = 3600  # seconds after which a temporary file is taken for the leftover of a crash
@@ -76,7 +87,7 @@ class View:
 
     def __post_init__(self) -> None:
         self.record_dtype = np.dtype([("key", "V16"), ("check", "<u4"), ("row", self.format.dtype, self.format.shape)])
-        self.index: dict[bytes, list[tuple[Path, int]]] = {}  # key → (segment, row) of each copy, oldest first
+        self.index = Index()
         self.loaded: dict[Path, int] = {}  # segment → its size
         self.open: dict[Path, BinaryIO] = {}  # the one used last is at the end
         self.broken = 0  # damaged segments and rows found so far
@@ -87,60 +98,74 @@ class View:
         """Segments that this or another process wrote since the last call; all of them where one is gone meanwhile, since
         its rows may be in a segment that was not listed yet."""
         for _ in range(ATTEMPTS):
+            found: list[tuple[Path, bytes]] = []
             for path in sorted(self._segments() - self.loaded.keys()):
                 try:
-                    self._load_segment(path)
+                    found.append((path, self._keys(path)))
                 except FileNotFoundError:
                     self._forget()
                     break
                 except OSError:  # a bad block, or no right to read it
                     self.broken += 1
             else:
+                self.index.add(found)
                 return
 
     def _segments(self) -> set[Path]:
         try:
-            return set(self.folder.glob("*.rows"))
+            return set(self.folder.glob(f"*{ROWS}"))
         except FileNotFoundError:  # pruned at this moment
             return set()
 
-    def _load_segment(self, path: Path) -> None:
+    def _keys(self, path: Path) -> bytes:
+        """The keys of a segment's rows; none where it is truncated, and then it is removed."""
         size = self.record_dtype.itemsize
         self.loaded[path] = path.stat().st_size
         count, rest = divmod(self.loaded[path], size)
-        if not count or rest:  # truncated
+        if not count or rest:
             path.unlink(missing_ok=True)
             self.broken += 1
-            return
-        with path.open("rb") as file:
-            for i in range(count):
-                file.seek(i * size)
-                self.index.setdefault(file.read(16), []).append((path, i))
+            return b""
+        apart = path.with_suffix(KEYS)
+        with suppress(OSError):
+            if count >= KEYS_APART and (kept := _checked_keys(apart.read_bytes(), count)):
+                return kept
+        with path.open("rb", buffering=0) as file:
+            keys = b"".join(_read_at(file, i * size, KEY) for i in range(count))
+        if count >= KEYS_APART:
+            with suppress(OSError), files.replaced(apart) as out:  # a full or read-only disk, or pruned at this moment
+                out.write(keys + zlib.crc32(keys).to_bytes(CHECK, "little"))
+        return keys
 
     def _reload(self) -> None:
         self._forget()
         self._load_new_segments()
 
     def _forget(self) -> None:
-        self.index, self.loaded = {}, {}
+        self.index, self.loaded = Index(), {}
         while self.open:
             self.open.popitem()[1].close()
 
     def get(self, key: bytes) -> np.ndarray | None:
         """The oldest intact row, or None. Always the oldest: a row computed again in another batch may differ in its last
         bits, and results must not change with it."""
-        while copies := self.index.get(key):
+        found = self._oldest(key)
+        return None if found is None else np.asarray(found[1]["row"])
+
+    def _oldest(self, key: bytes) -> tuple[Place, np.void] | None:
+        """The oldest intact copy and where it is."""
+        while place := self.index.oldest(key):
             try:
-                (record,) = np.frombuffer(self._read(*copies[0]), self.record_dtype)
+                (record,) = np.frombuffer(self._read(*place), self.record_dtype)
                 if record["key"].tobytes() == key and checksum(key, record["row"]) == record["check"]:
-                    return np.asarray(record["row"])
+                    return place, record
             except FileNotFoundError:
                 self._reload()
                 continue
             except (OSError, ValueError):  # a bad block, or cut off
                 pass
             self.broken += 1
-            copies.pop(0)
+            self.index.drop_oldest(key)
         return None
 
     def _read(self, path: Path, i: int) -> bytes:
@@ -148,8 +173,7 @@ class View:
         self.open[path] = file
         if len(self.open) > MOST_OPEN:
             self.open.pop(next(iter(self.open))).close()
-        file.seek(i * self.record_dtype.itemsize)
-        return file.read(self.record_dtype.itemsize)
+        return _read_at(file, i * self.record_dtype.itemsize, self.record_dtype.itemsize)
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None:
         table = np.zeros(len(keys), self.record_dtype)
@@ -184,7 +208,7 @@ class View:
             self._join()
 
     def _new_segment(self, nanoseconds: int) -> Path:
-        return self.folder / f"{nanoseconds:020d}-{uuid.uuid4().hex[:8]}.rows"
+        return self.folder / f"{nanoseconds:020d}-{uuid.uuid4().hex[:8]}{ROWS}"
 
     def _small(self) -> list[Path]:
         """Oldest first."""
@@ -197,16 +221,33 @@ class View:
             small = self._small()
             if len(small) < MANY:  # another process was faster
                 return
-            gone = set(small)
             with files.replaced(self._new_segment(int(small[0].name.split("-")[0])), sync=True) as out:
-                for key in list(self.index):
-                    if self.get(key) is not None and self.index[key][0][0] in gone:
-                        out.write(self._read(*self.index[key][0]))
+                for path in small:
+                    keys = self._keys(path)
+                    for i in range(len(keys) // KEY):
+                        found = self._oldest(keys[KEY * i : KEY * (i + 1)])
+                        if found is not None and found[0] == (path, i):
+                            out.write(found[1].tobytes())
             self._forget()
             for path in small:
                 with suppress(OSError):  # open in another process, on Windows
                     path.unlink()
-        self._reload()
+            with suppress(OSError):
+                for apart in self.folder.glob(f"*{KEYS}"):
+                    if not apart.with_suffix(ROWS).exists():
+                        apart.unlink(missing_ok=True)
+            self._load_new_segments()
+
+
+def _read_at(file: BinaryIO, start: int, length: int) -> bytes:
+    file.seek(start)
+    return file.read(length)
+
+
+def _checked_keys(data: bytes, count: int) -> bytes:
+    """The keys in a file of keys, or nothing where it is damaged."""
+    keys, check = data[:-CHECK], int.from_bytes(data[-CHECK:], "little")
+    return keys if len(keys) == KEY * count and zlib.crc32(keys) == check else b""
 
 
 def checksum(key: bytes, row: np.ndarray) -> int:
@@ -250,26 +291,33 @@ def features(
     encoded = RAW if raw else view
     queue = _EncodingQueue(raw or stored, partial(encoded_images, backbone, encoded, stored.format), out)
     unnormalised = np.zeros(len(out), bool)
-    for index, data in source.read():
-        key, transform = content_key(data), None
-        if version is not None:
-            key, transform = corrupted(key, version)
-        keys.append(key)
-        row = stored.get(key)
-        if row is None and raw:
-            row, unnormalised[index] = raw.get(key), True
-        if row is not None:
-            out[index] = row
-        elif not queue.add_duplicate(key, index):
+
+    def looked_up() -> Iterator[Wanted]:
+        """Every file, and in `out` the rows that are stored."""
+        for index, data in source.read():
+            key, transform = content_key(data), None
+            if version is not None:
+                key, transform = corrupted(key, version)
+            keys.append(key)
+            row = stored.get(key)
+            if row is None and raw:
+                row, unnormalised[index] = raw.get(key), True
+            if row is not None:
+                out[index] = row
+            yield Wanted(index, data, key, row is not None, transform)
+
+    for file, image in read_ahead(looked_up(), partial(ready, backbone, encoded)):
+        index = file.place
+        if not file.known and not queue.add_duplicate(file.key, index):
             try:
-                image = decode(data)
+                found_image = image()
             except BadImage as error:
                 name = source.items[index].path
                 if broken == "refuse":
                     raise FedvlmError(f"{name}: {error}; repair or remove it, or give broken=skip") from error
                 skipped[name] = str(error)
             else:
-                queue.add(key, index, transform(image) if transform else image)
+                queue.add(file.key, index, found_image)
         if progress:
             progress(index + 1, len(source.items))
     queue.flush()
@@ -284,7 +332,9 @@ def content_key(data: bytes) -> bytes:
     return digest(data + b" upright") if is_turned(data) else digest(data)
 
 
-def encoded_images(backbone: Backbone, view: str, format: ViewFormat, images: list[Image.Image]) -> np.ndarray:
+def encoded_images(
+    backbone: Backbone, view: str, format: ViewFormat, images: Sequence[Image.Image | Tensor]
+) -> np.ndarray:
     """What the encoder gives for these images; whatever goes wrong in there is not a fault of an image."""
     try:
         rows = encode_view(backbone, images, view).numpy()
@@ -367,9 +417,10 @@ class _EncodingQueue:
     A file that occurs more than once is encoded once.
     """
 
-    def __init__(self, view: View, encode: Callable[[list[Image.Image]], np.ndarray], out: np.ndarray):
+    def __init__(self, view: View, encode: Callable[[list[Image.Image | Tensor]], np.ndarray], out: np.ndarray):
         self.view, self.encode, self.out = view, encode, out
-        self.images: list[Image.Image] = []  # not encoded yet
+        self.images: list[Image.Image | Tensor] = []  # not encoded yet
+        self.pixels = 0  # of these
         self.rows: list[np.ndarray] = []  # encoded and not stored yet, a batch each
         self.keys: list[bytes] = []  # of `rows`, then of `images`
         self.places: dict[bytes, list[int]] = {}  # key → indices in `out` that wait for it
@@ -385,19 +436,20 @@ class _EncodingQueue:
             return False
         return True
 
-    def add(self, key: bytes, place: int, image: Image.Image) -> None:
-        if len(self.images) >= BATCH or too_many([*self.images, image]):
+    def add(self, key: bytes, place: int, ready: Ready) -> None:
+        if len(self.images) >= BATCH or self.pixels + ready.pixels > PIXELS:
             self._encode()
         self.places[key] = [place]
         self.keys.append(key)
-        self.images.append(image)
+        self.images.append(ready.image)
+        self.pixels += ready.pixels
         if sum(map(len, self.rows)) >= SEGMENT_ROWS or sum(r.nbytes for r in self.rows) >= SEGMENT_BYTES:
             self._store()
 
     def _encode(self) -> None:
         if self.images:
             self.rows.append(self.encode(self.images))
-            self.images = []
+            self.images, self.pixels = [], 0
 
     def _store(self) -> None:
         if self.rows:
@@ -421,7 +473,7 @@ def listing() -> Iterator[ViewSummary]:
         folders = sorted(p for p in root.iterdir() if p.is_dir() and p.suffix != files.PART) if root.is_dir() else []
         for folder in folders:
             with suppress(FileNotFoundError):  # another process prunes
-                segments = [path.stat() for path in folder.glob("*.rows")]
+                segments = [path.stat() for path in folder.glob(f"*{ROWS}")]
                 used = max((f.st_mtime for f in segments), default=folder.stat().st_mtime)
                 size = sum(f.st_size for f in segments)
                 yield {"view": folder.name, "segments": len(segments), "bytes": size, "used": used}
@@ -459,6 +511,13 @@ def _readable(root: Path) -> Iterator[None]:
         ) from error
 
 
-def fingerprint(keys: list[bytes], labels: list[str]) -> str:
-    """A hash of a data set: contents and labels, in order."""
-    return digest(b"".join(keys) + json.dumps(labels).encode()).hex()[:16]
+def fingerprint(keys: list[bytes], labels: Sequence[str]) -> str:
+    """A hash of a data set: contents and labels, in order; the labels as a JSON list, a part at a time."""
+    words, seen = Words.of(labels), hashlib.blake2b(b"".join(keys), digest_size=KEY)
+    texts = [json.dumps(name) for name in words.names]
+    seen.update(b"[")
+    for first in range(0, len(words), LABELS):
+        part = ", ".join([texts[k] for k in words.codes[first : first + LABELS].tolist()])
+        seen.update(f"{', ' if first else ''}{part}".encode())
+    seen.update(b"]")
+    return seen.hexdigest()[:16]

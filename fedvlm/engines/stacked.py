@@ -23,6 +23,7 @@ from fedvlm.steps.base import Answer
 
 Warn = Callable[[str], None]
 CPU = torch.device("cpu")
+ONE_BY_ONE = 1000  # clients up to which their final outputs are computed one client at a time
 
 
 class Stacked(Engine):
@@ -107,33 +108,51 @@ class Stacked(Engine):
 
     @torch.no_grad()
     def outputs(self, message: Message, round: int) -> Params:
-        """With `label`, `client` and `row` (of the pool) of each example."""
+        """With `label`, `client` and `row` (of the pool) of each example. Of up to ONE_BY_ONE clients one at a time, so that
+        the last bits do not depend on who else is there."""
         found: dict[str, list[Tensor]] = defaultdict(list)
         message = message.to(self.device)
         method = self.method.for_message(message)
         adapter, task = method.adapter, method.task
         shared = adapter.prepare(task, method.shared_model(message), {}) if method.has_shared_model else {}
-        for i in range(len(self.data)):
-            low, high = (int(b) for b in self.data.bounds[i, 2:])
-            if low == high:
-                continue
-            me, x = np.array([i]), self.data.x[None, low:high]
-            found["label"].append(self.data.y[low:high].cpu())
-            found["client"].append(torch.full((high - low,), int(self.data.ids[i])))
-            found["row"].append(torch.arange(low, high))
+        tests = self.data.counts("test")
+        tested, width = np.flatnonzero(tests), 1 if len(self.data) <= ONE_BY_ONE else self.chunk
+        if width > 1:  # clients of similar size waste no padding
+            tested = tested[np.argsort(tests[tested], kind="stable")]
+        for first in range(0, len(tested), width):
+            ids = tested[first : first + width]
+            data = self.at(ids, round)
             views = {"shared": shared} if method.has_shared_model else {}
             if method.has_personal_models:
-                own = on_device(self.rows.read(me, round), self.device)
-                personal = method.personal_models(own, message, self.at(me, round))
-                views["personal"] = adapter.prepare(task, personal, shared)
-            for view, params in views.items():
-                for block in x.split(adapter.limits.examples, dim=1):
-                    found[f"{view}.logits"].append(adapter.logits(task, params, block)[0].cpu())
-                    found[f"{view}.features"].append(adapter.features(task, params, block)[0].cpu())
-        return {k: torch.cat(v).contiguous() for k, v in found.items()}
+                own = on_device(self.rows.read(ids, round), self.device)
+                views["personal"] = adapter.prepare(task, method.personal_models(own, message, data), shared)
+            for rows, real in tests_of(data, max(1, adapter.limits.examples // len(ids))):
+                at, whose = data.tensor(rows), torch.from_numpy(np.nonzero(real)[0])
+                keep = torch.from_numpy(real)
+                found["label"].append(self.data.y[at].cpu()[keep])
+                found["client"].append(torch.from_numpy(data.ids)[whose])
+                found["row"].append(torch.from_numpy(rows)[keep])
+                for view, params in views.items():
+                    block = data.take(at if view == "personal" else at.reshape(1, -1))
+                    for name, compute in (("logits", adapter.logits), ("features", adapter.features)):
+                        value = compute(task, params, block).cpu()
+                        found[f"{view}.{name}"].append(value.reshape(*rows.shape, *value.shape[2:])[keep])
+        joined = {k: torch.cat(v).contiguous() for k, v in found.items()}
+        if width == 1:
+            return joined
+        order = torch.argsort(joined["row"])
+        return {k: v[order] for k, v in joined.items()}
 
     def close(self) -> None:
         self.rows.flush()
+
+
+def tests_of(data: Data, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The rows of these clients' test examples, [clients, at most width], and which are real; others are padding."""
+    low, counts = data.bounds[:, 2, None], data.counts("test")[:, None]
+    for first in range(0, int(counts.max(initial=0)), width):
+        at = first + np.arange(min(width, int(counts.max()) - first))
+        yield low + np.minimum(at, counts - 1), at < counts
 
 
 def to_cpu(answer: Answer) -> Answer:

@@ -1,0 +1,104 @@
+"""Images decoded and prepared in threads, ahead of the encoder that needs them next.
+
+Pillow decodes and resizes without Python's lock, so that one thread per core keeps up while the model computes. What is
+computed, and in which batches, is the same as without threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+
+from PIL import Image
+from torch import Tensor
+
+from fedvlm.backbones.base import Backbone, PreparesImages
+from fedvlm.data.images import PIXELS, BadImage, decode, opened
+from fedvlm.machine import cores
+
+DEPTH = 128  # images ahead: two batches
+
+Transform = Callable[[Image.Image], Image.Image]
+
+
+class Ready(NamedTuple):
+    image: Image.Image | Tensor  # decoded, or as `PreparesImages` gives it
+    pixels: int  # of the decoded image
+
+
+class Wanted(NamedTuple):
+    """A file of a source, and its row where that is known."""
+
+    place: int  # among the source's items
+    data: bytes
+    key: bytes
+    known: bool
+    transform: Transform | None
+
+
+def ready(backbone: Backbone, view: str, data: bytes, transform: Transform | None) -> Ready:
+    image = decode(data)
+    if transform:
+        image = transform(image)
+    if isinstance(backbone, PreparesImages):
+        with suppress(Exception):  # the encoder meets the same error, and reports it as its own
+            return Ready(backbone.prepare(image, view), image.width * image.height)
+    return Ready(image, image.width * image.height)
+
+
+def read_ahead(
+    files: Iterable[Wanted], make: Callable[[bytes, Transform | None], Ready]
+) -> Iterator[tuple[Wanted, Callable[[], Ready]]]:
+    """The files in their order, each with a function that waits for its image (and raises `BadImage`). At most DEPTH
+    images of together PIXELS pixels are made ahead, each content once."""
+    waiting: deque[tuple[Wanted, Future[Ready] | None, int]] = deque()
+    begun: set[bytes] = set()
+    held = 0
+    pool = ThreadPoolExecutor(cores(), thread_name_prefix="decode")
+
+    def next_of(wanted: Wanted, future: Future[Ready] | None) -> tuple[Wanted, Callable[[], Ready]]:
+        return wanted, future.result if future else lambda: make(wanted.data, wanted.transform)
+
+    try:
+        for wanted in files:
+            future, size = None, 0
+            if not wanted.known and wanted.key not in begun and (size := pixels_of(wanted.data)):
+                while waiting and held + size > PIXELS:
+                    first, made, its = waiting.popleft()
+                    held -= its
+                    yield next_of(first, made)
+                # the first is made here: what a processor imports must not be imported by several threads at once
+                future = pool.submit(make, wanted.data, wanted.transform) if begun else made_now(make, wanted)
+                begun.add(wanted.key)
+            waiting.append((wanted, future, size))
+            held += size
+            while len(waiting) > DEPTH:
+                first, made, its = waiting.popleft()
+                held -= its
+                yield next_of(first, made)
+        while waiting:
+            first, made, _ = waiting.popleft()
+            yield next_of(first, made)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def made_now(make: Callable[[bytes, Transform | None], Ready], wanted: Wanted) -> Future[Ready]:
+    future: Future[Ready] = Future()
+    try:
+        future.set_result(make(wanted.data, wanted.transform))
+    except BadImage as error:
+        future.set_exception(error)
+    return future
+
+
+def pixels_of(data: bytes) -> int:
+    """As the file's head says; 0 where it is not known before decoding (DICOM), or nothing can be decoded."""
+    try:
+        width, height = opened(data).size
+    except BadImage:
+        return 0
+    return width * height
