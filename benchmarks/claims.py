@@ -323,6 +323,7 @@ def document(found: Sequence[Claim], study: Study) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cut = f" --rounds {args.rounds}" if args.rounds else ""
     cut += f" --run {' '.join(args.run)}" if args.run else ""
+    cut += " --read" * args.read
     records = [run.record for runs in study.runs.values() for run in runs]
     splits = {" / ".join(f"{x:g}" for x in r.config["split"]) for r in records}  # type: ignore[union-attr]
     text = [

@@ -395,17 +395,19 @@ class Server:
         rounds = int(number) if number.isdecimal() else len(SERIES.get(scenario, "12"))
         method = "fedot" if scenario == "fedot" else "fedavg"
         keys = {"rounds": 5 if scenario == "fedot" else rounds, "timeout": 60, "grace": 6}
-        name = "fedot" if scenario == "fedot" else "lies"
+        name = f"run-{len(list(place().glob('home-server/runs/*')))}"
         plan = Plan.of(resolve(method, keys), "bench", name, self.sites)
         links.run = name
-        folder = Path(os.environ["FEDVLM_HOME"]) / "runs" / f"run-{len(list(place().glob('home-server/runs/*')))}"
+        folder = Path(os.environ["FEDVLM_HOME"]) / "runs" / name
         outcome.folder = str(folder)
         run = RunFolder(folder)
         if scenario == "data that change":
             (place() / "scenario").write_text("")
             Play(plan, links, folder, Status(folder)).run()
-            for path in (p for p in folder.iterdir() if p.name != SITES):  # only what the sites said is left
-                path.unlink()
+            for path in (p for p in folder.iterdir() if p.name not in (SITES, "run.json")):
+                path.unlink()  # what the sites said is left, and a run that has not begun
+            record = json.loads((folder / "run.json").read_text())
+            (folder / "run.json").write_text(json.dumps(record | {"result": None}))
             (place() / "scenario").write_text(scenario)
         try:
             Play(plan, links, folder, Status(folder)).run()
@@ -537,7 +539,7 @@ def ledgers(fed: Federation, outcome: Outcome, liar: str) -> Iterator[Tried]:
     received = Path(outcome.folder) / ledger.RECEIVED
     for site in fed.sites:
         found = ledger.compare(fed.place / f"home-{site}" / ledger.SENT, received, site)
-        found = [f for f in found if "was not received" not in f]  # all runs here have one name
+        found = [f for f in found if "was not received" not in f]  # lies may be left out before they are written down
         lost = "" if bool(found) == (site == liar) else f"{found[:1] or 'no difference'}"
         yield Tried(
             f"{outcome.name}: the ledgers of {site} and the server", lost, "they differ" if found else "they agree"

@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedvlm import api, console
+from fedvlm import api, catalogue, console
 from fedvlm.config import Setup, binding
 from fedvlm.data.pool import Pools
 from fedvlm.evaluate.protocols import by_seed
 from fedvlm.folder import RunFolder
+from fedvlm.parts import AXES
 from fedvlm.planning import LEAVE_ONE_OUT, Job, place, single_runs
 from fedvlm.processes import RunsFailed
 from fedvlm.records import Number, Result, RoundRecord
@@ -63,21 +64,25 @@ class Shelf:
             run = RunFolder(path.parent)
             if run.done:
                 record = run.record
-                parts = {"adapter": record.adapter, "local": record.local, "merge": record.merge}
-                made = {home: [part.digest or part.name, part.settings] for home, part in parts.items()}
-                self.runs.setdefault(self.key({**made, **binding(record.config)}, record.data.name), []).append(run)
+                setup = Setup.from_record(record, run.folder)
+                self.runs.setdefault(self.key(setup, record.data.name), []).append(run)
 
-    def key(self, decided: Mapping[str, object], data: str) -> str:
-        """Folders of data count by their name."""
-        kept = {k: v for k, v in decided.items() if k not in self.APART and k != "data" and not k.startswith("metric-")}
-        kept["outsiders"] = Path(str(kept["outsiders"])).name
-        return json.dumps({"data": data, **kept}, sort_keys=True)
+    def key(self, setup: Setup, data: str) -> str:
+        """Folders of data count by their name; keys that are newer than a record have their defaults."""
+        made = {
+            axis: [part.name, {k.name: k.default for k in catalogue.keys(axis, part.name)} | part.settings]
+            for axis in AXES
+            for part in [setup.parts[axis]]
+        }
+        kept = {k: v for k, v in binding(setup.settings()).items() if k not in (*self.APART, "data")}
+        kept["outsiders"] = Path(setup.config.outsiders).name
+        return json.dumps({"data": data, **made, **kept}, sort_keys=True)
 
     def of(self, setups: Mapping[Name, Setup]) -> dict[Name, list[RunFolder]]:
         """Of the setups whose runs are all there."""
         found = {}
         for name, setup in setups.items():
-            runs = self.runs.get(self.key(setup.binding(), Path(setup.config.data).stem.split(".")[0]), [])
+            runs = self.runs.get(self.key(setup, Path(setup.config.data).stem.split(".")[0]), [])
             runs = [run for run in runs if run.record.seed in (setup.config.seeds or (setup.config.seed,))]
             if runs and len(runs) == len(setup.config.seeds or (0,)) * targets(runs[0], setup):
                 found[name] = runs

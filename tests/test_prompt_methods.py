@@ -171,7 +171,7 @@ def test_without_terms_consistency_is_plain_training_and_text_prompts_have_no_im
 
 
 def test_the_mean_over_rounds_is_gaussian_and_only_the_last_round_has_it(double):
-    method, data = method_of(WORDS, Sgd, Trajectory(centre=0.5, spread=0.3))
+    method, data = method_of(WORDS, Sgd, Trajectory(middle=0.5, spread=0.3))
     engine, state, seen = Stacked(method, data, 6), method.init(6), []
     for at in range(1, 5):
         cohort = Cohort(engine, ABLE, at, rounds=4)
@@ -186,7 +186,7 @@ def test_the_mean_over_rounds_is_gaussian_and_only_the_last_round_has_it(double)
 
 
 def test_a_narrow_mean_does_not_underflow(double):
-    method, data = method_of(WORDS, Sgd, Trajectory(centre=0.0, spread=1e-3))
+    method, data = method_of(WORDS, Sgd, Trajectory(middle=0.0, spread=1e-3))
     state: State = method.init(6)
     for at in (1, 2):
         state = method.round(state, Cohort(Stacked(method, data, 6), ABLE, at, rounds=2))

@@ -227,7 +227,7 @@ def test_images_are_prepared_in_threads_and_encoded_in_the_same_batches(tmp_path
 
 
 def test_the_images_ahead_have_bounded_pixels(tmp_path, monkeypatch):
-    monkeypatch.setattr(ahead, "PIXELS", 20)  # three images of six pixels
+    monkeypatch.setattr(ahead.images, "PIXELS", 20)  # three images of six pixels
     monkeypatch.setattr(ahead, "cores", lambda: 1)
     source = open_source(str(write_images(tmp_path / "pets", 9)))
     files = [ahead.Wanted(k, data, digest(data), False, None) for k, data in source.read()]

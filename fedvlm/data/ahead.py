@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.base import Backbone, PreparesImages
-from fedvlm.data.images import PIXELS, BadImage, decode, opened
+from fedvlm.data import images
+from fedvlm.data.images import BadImage, decode, opened
 from fedvlm.machine import cores
 
 DEPTH = 128  # images ahead: two batches
@@ -66,7 +67,7 @@ def read_ahead(
         for wanted in files:
             future, size = None, 0
             if not wanted.known and wanted.key not in begun and (size := pixels_of(wanted.data)):
-                while waiting and held + size > PIXELS:
+                while waiting and held + size > images.PIXELS:
                     first, made, its = waiting.popleft()
                     held -= its
                     yield next_of(first, made)

@@ -39,10 +39,11 @@ from torch.nn import functional as F
 from fedvlm import console, files
 from fedvlm.backbones.base import RAW, Backbone, ViewFormat, encode_view, offered, view_format
 from fedvlm.core import FedvlmError
+from fedvlm.data import images as pictures
 from fedvlm.data.ahead import Ready, Wanted, read_ahead, ready
 from fedvlm.data.columns import Words
 from fedvlm.data.corruptions import KINDS, corrupt
-from fedvlm.data.images import PIXELS, BadImage, is_turned
+from fedvlm.data.images import BadImage, is_turned
 from fedvlm.data.index import KEY, Index, Place
 from fedvlm.data.source import Source, digest
 from fedvlm.errors import nearest
@@ -437,7 +438,7 @@ class _EncodingQueue:
         return True
 
     def add(self, key: bytes, place: int, ready: Ready) -> None:
-        if len(self.images) >= BATCH or self.pixels + ready.pixels > PIXELS:
+        if len(self.images) >= BATCH or self.pixels + ready.pixels > pictures.PIXELS:
             self._encode()
         self.places[key] = [place]
         self.keys.append(key)

@@ -24,14 +24,14 @@ TOTAL = "trajectory"  # the logarithm of Σ a_t
 
 @dataclass(frozen=True)
 class Trajectory(Mean):
-    centre: Share = 0.75  # μ, the round that counts most, as a share of all rounds
+    middle: Share = 0.75  # μ, the round that counts most, as a share of all rounds
     spread: Positive = 0.05  # σ, how many rounds around it count, as a share of all rounds; large: all alike
 
     effects: ClassVar[Mapping[str, str]] = {"weight": "weight of this round in the mean over the rounds so far"}
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         after = super().round(model, state, cohort)
-        log_weight = -((cohort.round / cohort.rounds - self.centre) ** 2) / (2 * self.spread**2)
+        log_weight = -((cohort.round / cohort.rounds - self.middle) ** 2) / (2 * self.spread**2)
         before = float(state.server[TOTAL]) if TOTAL in state.server else -math.inf
         total = log_sum(before, log_weight)
         share = math.exp(log_weight - total)

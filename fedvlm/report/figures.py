@@ -36,6 +36,8 @@ AXIS_LABELS = {
     "P": "{} of the personal models (P), %",
     "novel": "{} on classes that no client trains on (novel), %",
     "base": "{} on all classes trained on (base), %",
+    "local": "{} of clients' own models on their own classes (local), %",
+    "hm": "harmonic mean of base and novel {} (hm), %",
 }
 PLOTTED = ("G", "P", *MEASURES)
 MOST_ROWS = 30  # of the panel with a row per target or client; beyond, it is left out
