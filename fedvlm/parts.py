@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -47,9 +48,10 @@ KINDS = {
 AXES = ("adapter", "local", "merge")
 
 
-def built_in(kind: str) -> set[str]:
+@cache
+def built_in(kind: str) -> frozenset[str]:
     folder = HERE / KINDS[kind].folder
-    return {p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", *KINDS[kind].shared)}
+    return frozenset(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", *KINDS[kind].shared))
 
 
 def names(kind: str) -> list[str]:

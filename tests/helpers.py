@@ -269,8 +269,16 @@ def _small_sizes(kind: type) -> dict[str, Any]:
 
 
 def small_adapter(adapter: str | type, **settings: Any) -> Adapter:
+    if isinstance(adapter, str) and not settings:
+        return plain_adapter(adapter)
     kind = parts.find("adapter", adapter) if isinstance(adapter, str) else adapter
     return kind(**(small_sizes(kind) | settings))
+
+
+@lru_cache
+def plain_adapter(name: str) -> Adapter:
+    kind = parts.find("adapter", name)
+    return kind(**small_sizes(kind))
 
 
 def small_parts(adapter: str, local: str, merge: str, **rules: Any) -> tuple[Adapter, Local, Merge]:

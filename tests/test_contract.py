@@ -138,10 +138,16 @@ def is_affordable(names: Names) -> bool:
 
 def is_typical(names: Names) -> bool:
     """Without --all, adapters in SIMILAR are not put together with all pairs: each
-    local rule and each merge once, and what is published; of VARIANTS what is published."""
+    local rule and each merge once, and what is published; of VARIANTS, and of adapters inside the towers beside two, what
+    is published."""
     adapter, local, merge = names
-    if {adapter, local, merge} & set(VARIANTS):
-        return (local, merge) == ("sgd", "mean") or names in published()
+    plain = (local, merge) == ("sgd", "mean")
+    if adapter == "alexnet":  # published with all that resnet is
+        return plain
+    if {adapter, local, merge} & set(VARIANTS) or (
+        small_adapter(adapter).requires and adapter not in ("prompt", "lora")
+    ):
+        return plain or names in published()
     return adapter not in SIMILAR or local == "sgd" or merge == "mean" or names in published()
 
 
