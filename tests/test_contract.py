@@ -142,8 +142,8 @@ def is_typical(names: Names) -> bool:
     is published."""
     adapter, local, merge = names
     plain = (local, merge) == ("sgd", "mean")
-    if adapter == "alexnet":  # published with all that resnet is
-        return plain
+    if adapter in ("alexnet", "resnet"):  # networks, as unet and lstm are, and far slower
+        return plain or (adapter == "resnet" and (local, merge) == ("bgp", "faa"))
     if {adapter, local, merge} & set(VARIANTS) or (
         small_adapter(adapter).requires and adapter not in ("prompt", "lora")
     ):
