@@ -64,7 +64,7 @@ WITH_BACKBONE = Argument(
 ONNX = Argument("--onnx", {"action": "store_true", "help": "also image encoder and adapter as one ONNX file"})
 DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
 COMMANDS = {
-    "demo": Command("four methods on real images, from nothing, in about a minute", (PAIRS, CSV)),
+    "demo": Command("five methods on real images, from nothing, in a minute or two", (PAIRS, CSV)),
     "run": Command("run one method", (METHOD, PAIRS, CSV, DRY)),
     "bench": Command(
         "run several methods alike and compare",

@@ -15,8 +15,9 @@ Record = TypeVar("Record", bound=Mapping[str, object])
 
 
 def compact(names: list[str]) -> list[str]:
-    """Of more than MANY names, neighbours whose numbers follow each other (client-007, client-008, …) as one range."""
-    if len(names) <= MANY:
+    """Of more than MANY names, neighbours whose numbers follow each other (client-007, client-008, …) as one range; not
+    where a client's own name reads like a range, or more than MANY ranges were left."""
+    if len(names) <= MANY or any(map(RANGE.match, names)):
         return names
     found: list[str] = []
     first, prefix, number, digits = "", "", -2, 0
@@ -29,7 +30,8 @@ def compact(names: list[str]) -> list[str]:
             found += _range(first, last) if last else []
             first = name
         last, prefix, number, digits = name, head, int(figures) if figures else -2, len(figures)
-    return [*found, *_range(first, last)]
+    found += _range(first, last)
+    return found if len(found) <= MANY else names
 
 
 def _range(first: str, last: str) -> list[str]:
@@ -37,7 +39,10 @@ def _range(first: str, last: str) -> list[str]:
 
 
 def expanded(names: Iterable[str]) -> list[str]:
-    """The names of `compact`."""
+    """The names of `compact`. A list of more than MANY, or one that stands for at most MANY, holds clients' own names."""
+    names = list(names)
+    if counted(names) == len(names):
+        return names
     found: list[str] = []
     for name in names:
         prefix, digits, low, high = _bounds(name)
@@ -50,7 +55,9 @@ def expanded(names: Iterable[str]) -> list[str]:
 
 def counted(names: Iterable[str]) -> int:
     """How many names `compact` was given."""
-    return sum(high - low + 1 for _, _, low, high in map(_bounds, names))
+    names = list(names)
+    found = sum(high - low + 1 for _, _, low, high in map(_bounds, names))
+    return found if len(names) <= MANY < found else len(names)
 
 
 def _bounds(name: str) -> tuple[str, int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from fedvlm.data.pool import Pool, Pools, outline
 from fedvlm.data.wording import doubtful_names
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.folder import folder_name
+from fedvlm.local.descent import OptimiserSettings
 from fedvlm.machine import runs_home
 from fedvlm.method import Method
 from fedvlm.train import device_of, prepare
@@ -81,12 +82,19 @@ def sketch(setup: Setup, pools: Pools) -> Pool:
         if text not in pools.said:
             pools.said.add(text)
             say(f"data={found.source.name}: {text}")
-    for text in found.notes:
+    given = [key for key in unused_keys(setup) if setup.origins.get(f"local.{key}") == COMMAND_LINE]
+    no_descent = [f"{key}= has no effect on {setup.method.label}, which takes no gradient steps" for key in given]
+    for text in (*found.notes, *no_descent):
         if text not in pools.said:
             pools.said.add(text)
             console.note(text)
     check(setup, found)
     return found
+
+
+def unused_keys(setup: Setup) -> list[str]:
+    """The optimiser's keys, where a closed form replaces it."""
+    return [f.name for f in fields(OptimiserSettings)] if setup.local.one_round else []
 
 
 def check(setup: Setup, sketch: Pool) -> None:

@@ -19,6 +19,7 @@ from fedvlm.data.images import decode, read_file, too_many
 from fedvlm.data.pool import task_of
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.evaluate.protocols import FAR_BELOW
 from fedvlm.folder import RunFolder
 from fedvlm.local.model import Model
 from fedvlm.method import Method
@@ -29,7 +30,6 @@ from fedvlm.tasks import SEGMENTATION
 from fedvlm.trust import PREDICTS
 
 Picture = str | Path | Image.Image
-FAR_BELOW = 0.1  # of the test score: more than expected from one model for all clients instead of one for each
 
 
 @dataclass

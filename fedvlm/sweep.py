@@ -24,7 +24,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.views import selection
 from fedvlm.folder import SWEEP, RunFolder
 from fedvlm.keys import Key
-from fedvlm.planning import Job, place, single_runs
+from fedvlm.planning import Job, place, single_runs, unused_keys
 from fedvlm.processes import RunsFailed
 from fedvlm.records import Value
 from fedvlm.report.tables import format_value
@@ -166,7 +166,9 @@ def choose(setups: Sequence[Setup], search: Search, pools: Pools) -> tuple[list[
 
 
 def keys_of(setup: Setup) -> dict[str, Key]:
-    return swept_keys(setup.method.path or setup.method.name, setup.given)
+    unused = unused_keys(setup)
+    found = swept_keys(setup.method.path or setup.method.name, setup.given)
+    return {k: v for k, v in found.items() if k.removeprefix("local.") not in unused}
 
 
 def varied(setup: Setup, point: Point) -> Setup:

@@ -411,6 +411,6 @@ def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_p
     one, more = (train_small(images, tmp_path / str(r), "moments", rounds=r, evaluate=2) for r in (1, 3))
     assert [r["round"] for r in more.rounds()] == [0, 1]
     assert more.record.finished.last["personal"] == one.record.finished.last["personal"]
-    assert "moments: needs 1 round, and was not given more" in summarise([more]).notes
+    assert "moments: 1 round, after which more would change nothing" in summarise([more]).notes
     some = train_small(images, tmp_path / "some", "moments", rounds=3, participation=0.5)
     assert len(some.rounds()) == 4  # other clients in each

@@ -186,6 +186,13 @@ def test_what_is_no_range_stays_as_it_is(name):
     assert expanded([name]) == [name]
 
 
+def test_a_clients_own_name_may_look_like_a_range():
+    few = ["a1 … a3", "b"]
+    assert compact(few) == few == expanded(few) and counted(few) == 2
+    many = [f"site-{k:04d}" for k in range(MANY + 5)] + few
+    assert expanded(compact(many)) == many and counted(compact(many)) == len(many)
+
+
 def test_a_round_of_many_clients_is_summarised():
     names = [f"client-{k:05d}" for k in range(2000)]
     record = {"round": 3, "weights": dict.fromkeys(names, 0.0005), "missing": names[5:1900], "P": 0.5}

@@ -8,9 +8,10 @@ import math
 import pytest
 
 import fedvlm
-from fedvlm import api, comparison, sweep
+from fedvlm import api, comparison, planning, sweep
 from fedvlm.cli import main
 from fedvlm.config import resolve
+from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.views import selection
 
@@ -98,6 +99,18 @@ def test_which_keys_are_swept(given, axes):
 def test_sweeps_that_make_no_sense(given, says):
     with pytest.raises(FedvlmError, match=says):
         sweep.separated(["fedavg"], given)
+
+
+def test_a_closed_form_has_no_optimiser_to_sweep(images, capsys):
+    setup = resolve("moments", {"data": str(images), "lr": 0.5, "unseen": "noto"})
+    assert not {"lr", "local.lr", "batch"} & set(sweep.keys_of(setup)) and "pulls" in sweep.keys_of(setup)
+    planning.sketch(setup, Pools())
+    assert "lr= has no effect on moments" in capsys.readouterr().out
+
+
+def test_moments_are_no_updates_to_compare():
+    with pytest.raises(FedvlmError, match="cosine=true"):
+        _ = resolve("moments", {"cosine": True}).merge
 
 
 def test_optuna_is_asked_for_settings(images, tmp_path):

@@ -266,12 +266,15 @@ class Clip(HuggingFaceModel["CLIPModel"]):
     @torch.no_grad()
     def hidden(self, images: Sequence[Image.Image], layers: int) -> Tensor:
         """Activations [images, 1 + patches, width] after the first `layers` layers; 0: the input of the first."""
-        vision = self.model.vision_model
-        x = vision.pre_layrnorm(vision.embeddings(self.pixels(images)))
-        for layer in vision.encoder.layers[:layers]:
+        x = self.first_layer_input(images)
+        for layer in self.model.vision_model.encoder.layers[:layers]:
             x = layer(x, attention_mask=None)
-        states: Tensor = x.cpu()
-        return states
+        return x.cpu()
+
+    def first_layer_input(self, images: Sequence[Image.Image]) -> Tensor:
+        vision = self.model.vision_model
+        found: Tensor = vision.pre_layrnorm(vision.embeddings(self.pixels(images)))
+        return found
 
     @cached_property
     def image_tower(self) -> ImageTower:

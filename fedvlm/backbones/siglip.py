@@ -135,14 +135,9 @@ class Siglip(Clip):
             return found._replace(shape=(found.shape[0] - 1, *found.shape[1:]))  # there is no class token
         return found
 
-    @torch.no_grad()
-    def hidden(self, images: Sequence[Image.Image], layers: int) -> Tensor:
-        vision = self.siglip.vision_model
-        x = vision.embeddings(self.pixels(images))
-        for layer in vision.encoder.layers[:layers]:
-            x = layer(x, attention_mask=None)
-        states: Tensor = x.cpu()
-        return states
+    def first_layer_input(self, images: Sequence[Image.Image]) -> Tensor:
+        found: Tensor = self.siglip.vision_model.embeddings(self.pixels(images))
+        return found
 
     @cached_property
     def image_tower(self) -> ImageTower:

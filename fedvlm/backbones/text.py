@@ -33,7 +33,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.backbones.layers import (
@@ -150,35 +150,34 @@ class TextTower:
     @classmethod
     def of(cls, model: CLIPModel | CLIPTextModelWithProjection, tokenizer: Tokenizer) -> TextTower:
         """Of a Hugging Face CLIP. Weights are shared with it where `layers_of` shares them."""
-        text = model.text_model
-        return cls(
-            text.embeddings.token_embedding.weight.detach(),
-            text.embeddings.position_embedding.weight.detach(),
-            layers_of(text.encoder),
-            affine_of(text.final_layer_norm),
-            model.text_projection.weight.detach(),
-            text.config.num_attention_heads,
-            text.config.layer_norm_eps,
-            fast_activation(text.encoder.layers[0].mlp.activation_fn)[0],
-            tokenizer,
-        )
+        return cls._of(model, model.text_projection, tokenizer, causal=True)
 
     @classmethod
     def of_siglip(cls, model: SiglipModel, tokenizer: Tokenizer) -> TextTower:
         """Of a Hugging Face SiglipModel."""
+        return cls._of(model, model.text_model.head, tokenizer, causal=False)
+
+    @classmethod
+    def _of(
+        cls,
+        model: CLIPModel | CLIPTextModelWithProjection | SiglipModel,
+        projection: nn.Linear,
+        tokenizer: Tokenizer,
+        causal: bool,
+    ) -> TextTower:
         text = model.text_model
         return cls(
             text.embeddings.token_embedding.weight.detach(),
             text.embeddings.position_embedding.weight.detach(),
             layers_of(text.encoder),
             affine_of(text.final_layer_norm),
-            text.head.weight.detach(),
+            projection.weight.detach(),
             text.config.num_attention_heads,
             text.config.layer_norm_eps,
             fast_activation(text.encoder.layers[0].mlp.activation_fn)[0],
             tokenizer,
-            text.head.bias.detach(),
-            causal=False,
+            None if projection.bias is None else projection.bias.detach(),
+            causal,
         )
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TextTower:

@@ -17,6 +17,7 @@ from fedvlm.config import OPEN
 from fedvlm.records import MEASURES, Number, RunRecord, Scores, Select, value_of
 
 View = Literal["shared", "personal"]
+FAR_BELOW = 0.1  # of the test score: more than expected from one model for all clients instead of one for each
 Entry = tuple[float, bool]  # test accuracy (NaN where there is no such model), and whether nobody trained on it
 
 

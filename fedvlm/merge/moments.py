@@ -69,6 +69,10 @@ class SumOfMoments(Merge):
     }
 
     def __post_init__(self) -> None:
+        if self.cosine or self.gaps:
+            raise FedvlmError(
+                f"{'cosine' if self.cosine else 'gaps'}=true compares clients' updates, and moments are none; leave it out"
+            )
         if not (self.strengths and self.texts and min(self.strengths) > 0 and min(self.texts) >= 0):
             raise FedvlmError(
                 f"strengths={self.strengths} must be numbers above 0, texts={self.texts} numbers of at least 0, "

@@ -30,6 +30,10 @@ from fedvlm.merge.base import Replies
 from fedvlm.merge.classwise import Classwise
 
 
+# at most: 101 classes and 1,000 outsider contexts of very different lengths are then within 0.4 % of the objective after 300
+SWEEPS = 50
+
+
 @dataclass(frozen=True)
 class Transport(Classwise):
     retain: Share = 0.9  # α, weight of a class's mean context against the class-like outsiders; 1: no change
@@ -72,10 +76,10 @@ class Transport(Classwise):
 def transport_plan(classes: Tensor, outsiders: Tensor, relaxation: float) -> Tensor:
     """The plan [classes, outsiders], every row's mass 1/C."""
     one, other = (v.flatten(1).double() for v in (classes, outsiders))
-    cost = torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist").square()
+    cost = torch.cdist(one, other).square()
     cost = cost / cost.max().clamp(min=torch.finfo(cost.dtype).tiny)
     rows, columns = (cost.new_full((n,), 1 / n) for n in cost.shape)
-    return transport.semi_unbalanced(cost, rows, columns, relaxation)
+    return transport.semi_unbalanced(cost, rows, columns, relaxation, SWEEPS)
 
 
 def drawn_to_barycentre(classes: Tensor, outsiders: Tensor, plan: Tensor, class_like: Tensor, steady: float) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedvlm.config import binding
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import by_seed, is_base_to_novel, mean_if_complete, partial, target
+from fedvlm.evaluate.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
 from fedvlm.report.gains import best
@@ -30,7 +30,6 @@ NOT_SETTINGS = ("seed", "unseen", "engine", "chunk", "threads", "metrics")  # ke
 COSTS = (
     "of all clients together; shared, private: parameters that are sent, and that stay with a client; seconds: of a run"
 )
-FAR_BELOW = 10.0  # percentage points, as in predictor.py
 DASH = "–"  # no such value
 # the keys in which all rows of a fair table agree, beside data, backbone and seeds: budget, examples, and what is scored
 RULE = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "select", "protocol")
@@ -331,7 +330,7 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
     else:
         out[-1] += f"; one rule for all rows: {', '.join(budget(records))}"
     out += [
-        f"{name}: needs {rounds} round{'s' * (rounds > 1)}, and was not given more"
+        f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
         for name, group in groups.items()
         if 0 < (rounds := max(r.finished.last["round"] for r in group)) < min(r.rounds for r in group)
     ]
@@ -369,7 +368,7 @@ def far_below(records: list[RunRecord], select: Select) -> list[str]:
     """A warning where the shared model, which `predict` uses, is much worse than the personal models."""
     found = scores(records, select)
     shared, personal = found["S"], found["P"]
-    if shared is None or personal is None or personal - shared <= FAR_BELOW:
+    if shared is None or personal is None or personal - shared <= 100 * FAR_BELOW:
         return []
     return [
         f"the shared model (S {shared:.1f}) is far below the personal models (P {personal:.1f}); `fedvlm predict RUN IMAGE` "
