@@ -287,6 +287,8 @@ def check(claim: Claim, study: Study) -> None:
 
 
 def number(value: float) -> str:
+    if 0 < abs(value) < 0.1:
+        return f"{value:.2g}"
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

@@ -83,7 +83,8 @@ class Shelf:
         found = {}
         for name, setup in setups.items():
             runs = self.runs.get(self.key(setup, Path(setup.config.data).stem.split(".")[0]), [])
-            runs = [run for run in runs if run.record.seed in (setup.config.seeds or (setup.config.seed,))]
+            newest = {(r.record.seed, *r.record.unseen): r for r in sorted(runs, key=lambda r: r.record.started)}
+            runs = [run for (seed, *_), run in newest.items() if seed in (setup.config.seeds or (setup.config.seed,))]
             if runs and len(runs) == len(setup.config.seeds or (0,)) * targets(runs[0], setup):
                 found[name] = runs
         return found
