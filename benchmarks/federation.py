@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STYLES = ("noto", "openmoji", "twemoji", "fluent")
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
 EACH, ROUNDS = 12, 5
-METHODS = ("fedavg", "fedot", "fft-gp", "focoop", "feddtl", "fedavg secure=true")
+METHODS = ("fedavg", "fedot", "fft-gp", "focoop", "feddtl", "fedavg secure=true", "moments")
 KEPT = ("state.safetensors",)
 
 
