@@ -5,11 +5,11 @@ our own, which can be any function from PIL images to an array [images, dim].
 """
 
 import numpy as np
+import shapes
 from PIL import Image
 
 import fedvlm
 
-CLASSES = ["circle", "square", "stripes"]
 CLIENTS = ["north", "south", "west"]
 
 
@@ -22,7 +22,7 @@ def from_embeddings(rng: np.random.Generator) -> fedvlm.Run:
         x,
         labels,
         clients=[CLIENTS[c] for c in clients],
-        classes=CLASSES,
+        classes=list(shapes.CLASSES),
         text=centres,  # embeddings of the class names; without them, run with init_from="random"
         name="synthetic",
     )
@@ -35,21 +35,14 @@ def encode(images: list[Image.Image]) -> np.ndarray:
     return np.stack([row - row.mean() for row in small])
 
 
-def drawn(label: int, client: int, rng: np.random.Generator) -> np.ndarray:
-    """A shape on 32 × 32 pixels; every client has its own background."""
-    image = np.full((32, 32, 3), 40 * client, dtype=np.uint8)
-    row, column = np.mgrid[:32, :32] - rng.integers(12, 20, (2, 1, 1))
-    inside = [row**2 + column**2 < 80, np.maximum(abs(row), abs(column)) < 9, (row + column) % 8 < 4][label]
-    image[inside] = rng.integers(180, 255, 3)
-    return image
-
-
 def from_images(rng: np.random.Generator) -> fedvlm.Run:
     labels, clients = rng.integers(0, 3, 150), rng.integers(0, 3, 150)
-    images = np.stack([drawn(label, client, rng) for label, client in zip(labels, clients, strict=True)])
-    data = fedvlm.dataset(images, labels, clients=[CLIENTS[c] for c in clients], classes=CLASSES, name="shapes")
+    images = [shapes.picture(label, 40 * client, rng) for label, client in zip(labels, clients, strict=True)]
+    data = fedvlm.dataset(
+        images, labels, clients=[CLIENTS[c] for c in clients], classes=list(shapes.CLASSES), name="shapes"
+    )
     run = fedvlm.run("fedavg", data=data, backbone=encode, init_from="random", lr=0.3, unseen="west", rounds=30)
-    print("prediction for a new square:", run.predict(Image.fromarray(drawn(1, 2, rng))))
+    print("prediction for a new square:", run.predict(shapes.picture(1, 80, rng)))
     return run
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 import runpy
 import shutil
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import open_clip_models
 import pytest
@@ -30,7 +33,15 @@ def work(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path / "examples")
     monkeypatch.setenv("FEDVLM_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     return tmp_path
+
+
+def example(name: str) -> ModuleType:
+    """A script of examples/, with few images."""
+    shapes = importlib.import_module("shapes")
+    shapes.EACH = 5  # type: ignore[attr-defined]
+    return importlib.import_module(name)
 
 
 def test_the_notebook_runs(work):
@@ -64,8 +75,54 @@ def test_the_script_runs(work, capsys):
     assert "fedot" in out and "fedavg" in out and "prediction for a new square" in out
 
 
-def test_the_recipe_runs_with_its_own_parts(work, images):
+def test_two_hospitals_in_processes_and_in_one_have_the_same_bits(work, capsys, bytes_only):
+    run = example("two_hospitals").main()
+    text = capsys.readouterr().out
+    assert text.count("ledger and the server's: the same") == 2 and "in one process: the same bits" in text
+    assert "its own skew" in text and "skew" not in "".join(re.findall(r"left .*", text))
+    assert fedvlm.runs("runs").table() is not None and (run.folder / "received.jsonl").stat().st_size > 0
+
+
+def test_methods_are_compared_and_ours_beside_fedavg(work, capsys, monkeypatch):
+    compare = example("compare_methods")
+    monkeypatch.setattr(compare, "METHODS", ["fedavg"])
+    runs = compare.main()
+    assert len(runs) == 12 and "data:image/jpeg" in Path("compared.html").read_text(encoding="utf-8")
+    example("add_a_method").main()
+    text = capsys.readouterr().out
+    assert "chosen: fedavg lr=" in text and "ink's private shift has the length 0." in text
+    assert "sent to the server: head\n" in text
+
+
+def test_a_module_is_a_backbone(work, capsys):
+    example("bring_your_model").main("mini-clip")
+    text = capsys.readouterr().out
+    assert "object:Encoder" in text and "prediction: [('" in text and "backbone mini-clip" in text
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "docker").iterdir()), ids=lambda p: p.name)
+def test_containers_are_made_of_what_is_there(path):
+    """What docker would copy and install exists; nothing runs as root or asks a network."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    copied = [w for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE) for w in line.split()[:-1]]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) <= allowed and all((ROOT / name).exists() for name in copied)
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = set(re.findall(r"\.\[([\w,]+)\]", text)[0].split(","))
+    assert asked <= about["optional-dependencies"].keys()
+    assert {about["readme"], *about["license-files"], "pyproject.toml", "fedvlm"} <= set(copied)
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1000"] and "HF_HUB_OFFLINE=1" in text
+
+
+def test_every_example_is_listed():
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([\w.]+)\)", page))
+    assert {p.name for p in EXAMPLES.iterdir() if p.name not in ("README.md", "shapes.py", "__pycache__")} == listed
+
+
+def test_the_recipe_runs_with_its_own_parts(work, images, capsys):
     assert main(["run", "recipe.yaml", f"data={images}", "unseen=noto", "rounds=2", "out=run"]) == 0
+    assert "next: fedvlm report run --details\nnext: fedvlm predict run IMAGE\n" in capsys.readouterr().out
     record, last = RunFolder(Path("run")).record, RunFolder(Path("run")).rounds()[-1]
     assert record.adapter.code == "my_adapter.py" and record.method.title == "FedShift"
     assert set(last["metrics"]) == {"my_metric", "ece"} and 0 <= last["metrics"]["my_metric"]["shared"]["test"] <= 1

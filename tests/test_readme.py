@@ -1,8 +1,7 @@
 """The README's promises that a test can hold."""
 
+import re
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -12,13 +11,16 @@ def test_ci_runs_exactly_the_readmes_test_command():
     assert command.endswith("pytest -n auto") and command in (ROOT / "README.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
-def test_links_lead_somewhere(page):
-    text = (ROOT / page).read_text()
-    for part in text.split("](")[1:]:
-        target = part.split(")")[0].split("#")[0]
-        if target and "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), target
+def test_the_readme_is_short_and_has_both_commands_first():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    blocks = [k for k, line in enumerate(lines) if line.startswith("```")]
+    assert "fedvlm demo" in lines[blocks[0] + 1] and "pytest -n auto" in lines[blocks[2] + 1]
+
+
+def test_links_of_the_examples_lead_somewhere():  # those of all other pages: test_docs.py
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "examples" / "README.md").read_text(encoding="utf-8")):
+        assert (ROOT / "examples" / target).exists(), target
 
 
 def test_the_model_is_shipped_once_and_whole():

