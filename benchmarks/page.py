@@ -1,4 +1,5 @@
-"""How long the page takes and how large it is: `python benchmarks/page.py` (12 methods × 12 runs; 12 runs of 500 clients).
+"""How long the page takes and how large it is: `python benchmarks/page.py` (12 methods × 12 runs; 12 runs of 500 clients,
+without and with --details).
 
 The run folders are made up; see `written`.
 """
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save
 
 from fedvlm.folder import RunFolder
 from fedvlm.records import (
@@ -23,7 +25,7 @@ from fedvlm.records import (
     RoundRecord,
     RunRecord,
 )
-from fedvlm.report.page import page
+from fedvlm.report.page import Options, page
 
 SHARED = PartRecord("mean")
 
@@ -90,12 +92,30 @@ def many_clients(root: Path, clients: int = 500, methods: int = 4, seeds: int = 
     ]
 
 
+def with_outputs(runs: list[RunFolder], each: int = 20) -> list[RunFolder]:
+    """Random answers to so many test images of each client."""
+    for seed, run in enumerate(runs):
+        draw, classes = np.random.default_rng(seed), len(run.record.data.classes)
+        client = np.repeat(np.arange(len(run.record.clients)), each)
+        found = {"client": client, "label": draw.integers(0, classes, len(client)), "item": np.arange(len(client))}
+        for view in ("shared", "personal"):
+            found[f"{view}.logits"] = draw.normal(size=(len(client), classes))
+            found[f"{view}.features"] = draw.normal(size=(len(client), 64))
+        run.write("outputs.safetensors", save(found))
+    return runs
+
+
 def main() -> None:
+    cases = {
+        "12 methods × 12 runs": (many_methods, Options()),
+        "500 clients, 12 runs": (many_clients, Options()),
+        "the same with --details": (lambda root: with_outputs(many_clients(root)), Options(details=True)),
+    }
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in (("12 methods × 12 runs", many_methods), ("500 clients, 12 runs", many_clients)):
+        for name, (make, options) in cases.items():
             runs, path = make(Path(folder) / name.split()[0]), Path(folder) / f"{name.split()[0]}.html"
             began, used = time.perf_counter(), time.process_time()
-            page(runs, path)
+            page(runs, path, options)
             took, cpu = time.perf_counter() - began, time.process_time() - used
             print(f"{name}: {took:.1f} s ({cpu:.1f} CPU-s), {path.stat().st_size / 1e6:.2f} MB")
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.data import store
+from fedvlm.data import encoding
 from fedvlm.data.source import Source, decode, digest
 
 
@@ -68,6 +68,6 @@ def expected(source: Source) -> Tensor:
 def small_store(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """Where the feature store is from now on."""
     patch.setenv("FEDVLM_CACHE", str(folder / "cache"))
-    patch.setattr(store, "BATCH", 4)
-    patch.setattr(store, "SEGMENT_ROWS", 8)
+    patch.setattr(encoding, "BATCH", 4)
+    patch.setattr(encoding, "SEGMENT_ROWS", 8)
     return folder / "cache" / "features"

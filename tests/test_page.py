@@ -30,10 +30,10 @@ from fedvlm.evaluate.finished import test_rows as rows_of_tests
 from fedvlm.folder import RunFolder
 from fedvlm.report import charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
-from fedvlm.report.details import calibration, confusion, details, principal
+from fedvlm.report.details import calibration, confusion, details, mirrored, principal
 from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.live import Live, server
-from fedvlm.report.page import Options, html
+from fedvlm.report.page import Options, code, html
 from fedvlm.report.snapshot import Snapshot
 from fedvlm.report.tables import summarise
 from fedvlm.train import train
@@ -140,6 +140,33 @@ def test_logarithmic_axes_have_a_place_for_zero() -> None:
     assert scale(10) - scale(1) == pytest.approx(scale(100) - scale(10), abs=0.2)
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.0003, 0.002), (1.5, 9), (0.02, 300), (1e-6, 1e6)])
+def test_logarithmic_axes_have_ticks(low: float, high: float) -> None:
+    found = [value for value, _ in svg.Scale(low, high, 0, 300, log=True).ticks()]
+    assert 2 <= len(found) <= 7 and all(low <= v <= high for v in found)
+    assert all(v >= 0.9 for v, _ in svg.logarithmic([0, 1, 100], 0, 300).ticks())  # nothing between 0 and the first
+
+
+def chart_called(page: str, title: str) -> str:
+    return str(re.search(rf"<h4>{re.escape(title)}</h4>(<svg.*?</svg>)", page)[1])  # type: ignore[index]
+
+
+def test_curves_have_names_at_their_ends(runs: list[RunFolder], tmp_path: Path) -> None:
+    page = html(runs)
+    for title in ("G by round", "P by megabytes", "Clients ranked"):
+        assert {"zero-shot", "fedavg", "fedot"} <= set(re.findall(r">([^<>]+)</text>", chart_called(page, title)))
+    many = html([write(tmp_path, f"method-{k}", "art", rounds=2) for k in range(9)])
+    assert "method-" not in "".join(re.findall(r">([^<>]+)</text>", chart_called(many, "G by round")))
+
+
+def test_megabytes_of_very_different_methods_are_logarithmic(tmp_path: Path) -> None:
+    runs = [write(tmp_path, "fedavg", "art"), write(tmp_path, "fedot", "art")]
+    assert "logarithmic" not in chart_called(html(runs), "G by megabytes")
+    for record in runs[1].rounds():
+        runs[1].append(record | {"bytes_up": 10**6})  # type: ignore[arg-type]
+    assert "logarithmic" in chart_called(html(runs), "G by megabytes")
+
+
 def test_many_clients_and_methods_stay_small(tmp_path: Path) -> None:
     """500 clients: ranked curves and a table instead of rows; 13 methods: dashes tell those of one colour apart."""
     domains = tuple(f"client {k}" for k in range(500))
@@ -155,7 +182,9 @@ def test_weights_that_differ_are_drawn(tmp_path: Path) -> None:
     rounds = [r | {"weights": {"photo": 0.2 + r["round"] / 10, "sketch": 0.5}} for r in run.rounds()]
     for one in rounds:
         run.append(one)  # type: ignore[arg-type]
-    assert "photo, round 2: 0.4" in tips(html([run]))
+    page = html([run])
+    assert "photo, round 2: 0.4" in tips(page)
+    assert {"photo", "sketch"} <= set(re.findall(r">([^<>]+)</text>", chart_called(page, "ga: weights")))
     assert "ga: weights" not in html([write(tmp_path, "fedavg", "art")])
 
 
@@ -210,6 +239,49 @@ def test_principal_components_against_svd() -> None:
     centred = x - x.mean(0)
     wanted = centred @ np.linalg.svd(centred, full_matrices=False)[2][:2].T
     assert np.abs(found) == pytest.approx(np.abs(wanted))
+
+
+def test_components_have_the_signs_of_those_before() -> None:
+    before = np.random.default_rng(3).normal(size=(20, 2))
+    assert mirrored(before * [-2, 3], before) == pytest.approx(before * [2, 3])
+
+
+def test_tsne_is_drawn_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    run = write(tmp_path / "runs", "fedavg", "art")
+    with_outputs(run)
+    assert cli.main(["report", str(run.folder), "--tsne"]) == 1 and "give both" in capsys.readouterr().err
+    assert cli.main(["report", str(run.folder), "--details", "--tsne", "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert chart_called(page, "Image features, fedavg, t-SNE").count("<circle") == 24  # the held-out client has crosses
+    assert "t-SNE" not in html([run], Options(details=True))
+
+
+def test_confusions_are_by_client(tmp_path: Path) -> None:
+    runs = [write(tmp_path, "zero-shot", "art", rounds=0), write(tmp_path, "fedavg", "art")]
+    for run in runs:
+        with_outputs(run)
+    found = details([(-1, "zero-shot", [answers(runs[0])]), (0, "fedavg", [answers(runs[1])])])  # type: ignore[list-item]
+    assert found is not None and set(found.by_client) == {"art (held out)", "photo", "sketch"}
+    assert {(c.label, c.view) for c in found.by_client["photo"]} == {(c.label, c.view) for c in found.matrices}
+    counts = confusion([answers(runs[1])], "shared")  # type: ignore[list-item]
+    shares = [f"{100 * v:.0f}" for v in (counts / counts.sum(1, keepdims=True)).flatten() if v]
+    (drawn,) = [c.svg for c in found.matrices if (c.label, c.view) == ("fedavg", "shared")]
+    assert re.findall(r'class="cell middle"[^>]*>([^<]+)<', drawn) == shares
+    assert "expected calibration error, %): zero-shot" in found.reliability[0].caption
+
+
+def test_notes_have_commands_as_code() -> None:
+    assert code("a <b> `c & d` e") == "a &lt;b&gt; <code>c &amp; d</code> e"
+
+
+def test_what_models_said_comes_before_the_comparison(tmp_path: Path) -> None:
+    run = write(tmp_path, "fedavg", "art")
+    with_outputs(run)
+    page = html([run], Options(details=True))
+    titles = re.findall(r"<h3>(.*?)</h3>", page)
+    assert titles[:4] == ["Summary", "How sure the models are", "Each class", "Confusions"]
+    assert titles.index("Where the methods end, and at what cost") < titles.index("Image features before and after")
 
 
 def test_details_are_shown_when_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from fedvlm.commands.reproduce import reasons
 from fedvlm.config import resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
-from fedvlm.report.tables import differences, summarise
+from fedvlm.report.tables import differences, rule, summarise
 from fedvlm.reproduce import manifest
 from fedvlm.reproduce.data import BACKBONES, Found, locate, other_backbone, vision
 from fedvlm.reproduce.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
@@ -313,6 +313,11 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
         complete = run.record.config | {"score": "own", "shots": 0}
         run.write("run.json", replace(run.record, config=complete).to_json().encode())
     assert "one rule for all rows: 3 rounds" in " ".join(summarise([one, other], fair=True).notes)
+    alone, whole = (
+        replace(run.record, config=run.record.config | {"protocol": protocol})
+        for run, protocol in ((one, "one"), (other, "leave-one-domain-out"))
+    )
+    assert rule(alone) | {"data": ""} == rule(whole) | {"data": ""}
     changes: dict[str, object] = {"rounds": 20, "split": [80, 10, 10], "score": "domain", "shots": 16, "seed": 2}
     for key, value in changes.items():
         record = other.record

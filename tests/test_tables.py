@@ -126,7 +126,11 @@ def test_data_of_one_name_are_told_apart_by_fingerprint(tmp_path: Path) -> None:
     runs = [write(tmp_path / "a", "fedavg", "art"), on(write(tmp_path / "b", "fedavg", "art"), "toy")]
     runs.append(on(write(tmp_path / "c", "fedavg", "art"), "pacs"))
     names = list(api.Runs([api.Run(r) for r in runs]).tables())
-    assert names == ["toy with tiny (f, 1)", "toy with tiny (mark-of-toy, mark-of-tiny)", "pacs with tiny"]
+    assert names == [
+        "toy with tiny (data f, backbone 1)",
+        "toy with tiny (data mark-of-, backbone mark-of-)",
+        "pacs with tiny",
+    ]
     labels = [str(v["method"]) for v in summarise(runs).values]
     assert labels[2].startswith("fedavg data=pacs ") and labels[0].startswith("fedavg data=toy@f ")
 

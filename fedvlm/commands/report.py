@@ -1,4 +1,4 @@
-"""`fedvlm report RUN … [--out page.html] [--details] [--images] [--watch [--port N]] [--trust]`"""
+"""`fedvlm report RUN … [--out page.html] [--details [--tsne]] [--images] [--watch [--port N]] [--trust]`"""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def main(args: argparse.Namespace) -> None:
         watch(args)
         return
     runs = api.runs(*args.runs, trust=args.trust)
-    console.line(f"page: {runs.report(args.out, details=args.details, images=args.images)} (open it in a browser)")
+    if args.tsne and not args.details:
+        raise FedvlmError("--tsne adds to --details; give both")
+    page = runs.report(args.out, details=args.details, images=args.images, tsne=args.tsne)
+    console.line(f"page: {page} (open it in a browser)")
 
 
 def watch(args: argparse.Namespace) -> None:

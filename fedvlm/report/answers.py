@@ -40,6 +40,15 @@ class Answers:
             return None if shared is None else softmax(shared)
         return softmax(own if shared is None else np.where(self.held_out[:, None], shared, own))
 
+    @cached_property
+    def said(self) -> dict[str, np.ndarray]:
+        """The class that each model gives, by view."""
+        return {v: p.argmax(1) for v in VIEWS if (p := self.probabilities(v)) is not None}
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [self.client_name(k) for k in range(len(self.record.clients))]
+
     def client_name(self, k: int) -> str:
         name = self.record.clients[k]
         return f"{name} (held out)" if name in self.record.finished.unseen else name

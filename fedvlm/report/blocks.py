@@ -11,16 +11,24 @@ from fedvlm.report.tables import summarise
 
 
 def blocks(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
-    """By the names of data and backbone, in order of appearance; by their fingerprints too where names are the same."""
+    """By the names of data and backbone, in order of appearance; by what differs of their fingerprints too where names are
+    the same."""
     records = {id(run): run.record for run in runs}
     whose = {key(r): title(r) for r in records.values()}
     names = Counter(whose.values())
     out: dict[str, list[RunFolder]] = {}
     for run in runs:
-        data, backbone = key(records[id(run)])
-        name = whose[data, backbone]
-        out.setdefault(name if names[name] == 1 else f"{name} ({data}, {backbone})", []).append(run)
+        own = key(records[id(run)])
+        name = whose[own]
+        out.setdefault(name if names[name] == 1 else f"{name} ({version(own, name, whose)})", []).append(run)
     return out
+
+
+def version(own: tuple[str, str], name: str, whose: dict[tuple[str, str], str]) -> str:
+    """What distinguishes these data and this backbone from others with the same names: data 1f2e3d4c."""
+    others = [other for other, called in whose.items() if called == name]
+    parts = zip(("data", "backbone"), own, zip(*others, strict=True), strict=True)
+    return ", ".join(f"{what} {mark[:8]}" for what, mark, found in parts if len(set(found)) > 1)
 
 
 def key(record: RunRecord) -> tuple[str, str]:

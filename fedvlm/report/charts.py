@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ import numpy as np
 from fedvlm.evaluate.protocols import is_base_to_novel
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES
-from fedvlm.report import fairness
-from fedvlm.report.figures import AXIS_LABELS, PLOTTED, Line, score_name, scores_by_row, shorten, spaced, targets
+from fedvlm.report.axes import Drawn, indexed, label_points, name_curves, room, rows_axes
+from fedvlm.report.client_charts import by_client, client_rows, ends, ranked, variances
+from fedvlm.report.figures import AXIS_LABELS, PLOTTED, Line, score_name
 from fedvlm.report.svg import (
     BOTTOM,
     HEIGHT,
@@ -25,28 +25,15 @@ from fedvlm.report.svg import (
     RIGHT,
     TOP,
     WIDTH,
-    Chart,
-    Scale,
     bounds,
     chart,
     colour,
     dashed,
     element,
-    linear,
     outline,
 )
 
-FEW_CLIENTS = 12  # that get a curve each; of more, percentiles are drawn
-PERCENTILES = (0, 25, 50, 75, 100)
-MOST_LABELS = 12  # methods whose names stand beside their markers
-
-
-class Drawn(NamedTuple):
-    """A chart of the page."""
-
-    title: str
-    caption: str
-    svg: str
+UNEVEN = 10  # times as many megabytes of one method as of another: a logarithmic axis
 
 
 class Entry(NamedTuple):
@@ -68,12 +55,6 @@ def sample(method: int, frozen: bool) -> str:
     return line + element("path", d=outline(method, frozen, 20, 8), cls="mark")
 
 
-def indexed(lines: list[Line]) -> list[tuple[int, Line]]:
-    """Each method with the number of its colour; the frozen model is grey and has −1."""
-    trained = [x for x in lines if not x.frozen]
-    return [(-1 - k if x.frozen else trained.index(x), x) for k, x in enumerate(lines)]
-
-
 def compared(runs: list[RunFolder], lines: list[Line]) -> dict[str, list[Drawn]]:
     """Heading → charts."""
     axes = axes_of(lines)
@@ -88,7 +69,7 @@ def compared(runs: list[RunFolder], lines: list[Line]) -> dict[str, list[Drawn]]
             *(by_round(lines, m) for m in curves if any(len(x.rounds) > 1 for x in lines)),
             *(by_megabytes(lines, m, spent) for m in curves if any(np.ptp(v) > 0 for v in spent.values())),
         ],
-        "Each client": [*client_rows(lines), *ranked(lines)],
+        "Client by client": [*client_rows(lines), *ranked(lines)],
         "Weights and gaps by round": [*variances(runs, lines), *by_client(runs, lines)],
     }
     return {heading: charts for heading, charts in found.items() if charts}
@@ -144,20 +125,6 @@ def wider(values: Sequence[float]) -> list[float]:
     return [low - (high - low) / 3, high + (high - low) / 3]
 
 
-def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> None:
-    """Names beside the markers, moved up or down so that they do not overlap."""
-    if len(points) > MOST_LABELS:
-        return
-    wanted = [c.y(y) - 9 * x.frozen for _, x, _, y in points]  # above its dashed line
-    heights = spaced(wanted, 13, TOP + 6, HEIGHT - BOTTOM - 4)
-    for (k, line, x, _), height in zip(points, heights, strict=True):
-        right = c.x(x) < (LEFT + WIDTH - RIGHT) / 2
-        c.open_group(k, line.frozen)
-        side = f"label {'' if right else 'end'}"
-        c.add("text", text=shorten(line.label, 24), cls=side, x=c.x(x) + (9 if right else -9), y=height + 4)
-        c.close_group()
-
-
 def row_chart(lines: list[Line], metric: str) -> Drawn:
     """A row for each method, where there is one metric only."""
     ends = {k: x.last(metric) for k, x in indexed(lines)}
@@ -173,33 +140,39 @@ def row_chart(lines: list[Line], metric: str) -> Drawn:
     return Drawn(metric, f"{axis(lines, metric)}, ± one standard error over seeds.", str(c))
 
 
-def rows_axes(name: str, rows: Sequence[str], values: Sequence[float], x_label: str) -> Chart:
-    """Axes with a named row for each entry, the first on top."""
-    height = max(120, TOP + BOTTOM + 20 * len(rows))
-    left = min(150, 16 + 6.4 * max(len(shorten(r, 20)) for r in rows))
-    y = Scale(-0.5, len(rows) - 0.5, TOP, height - BOTTOM)
-    x = linear(values, left, WIDTH - RIGHT)
-    return Chart(name, x, y, x_label, height, rows=[shorten(r, 20) for r in rows])
-
-
 def by_round(lines: list[Line], metric: str) -> Drawn:
     return curves(lines, metric, "round", {x.label: np.array(x.rounds, float) for x in lines}, "by round", "{:.0f}")
 
 
 def by_megabytes(lines: list[Line], metric: str, spent: dict[str, np.ndarray]) -> Drawn:
-    return curves(lines, metric, "MB sent in both directions, all clients", spent, "by megabytes", "{:.3g} MB")
+    whole = [v[-1] for v in spent.values() if v[-1] > 0]
+    log, words = max(whole) > UNEVEN * min(whole), "MB sent in both directions, all clients"
+    words += ", logarithmic" if log else ""
+    return curves(lines, metric, words, spent, "by megabytes", "{:.3g} MB", log)
 
 
-def curves(lines: list[Line], metric: str, x_label: str, xs: dict[str, np.ndarray], how: str, form: str) -> Drawn:
+def curves(
+    lines: list[Line],
+    metric: str,
+    x_label: str,
+    xs: dict[str, np.ndarray],
+    how: str,
+    form: str,
+    log: bool = False,
+) -> Drawn:
+    """Methods that end earlier than others are continued at their last value, dashed."""
     shown = [(k, x) for k, x in indexed(lines) if math.isfinite(x.last(metric)[0])]
     spread = [v for _, x in shown for m, e in [x.over(metric)] for v in (*(m - e), *(m + e))]
-    c = chart(f"{metric} {how}", np.concatenate([xs[x.label] for _, x in shown]).tolist(), spread, x_label)
+    every = np.concatenate([xs[x.label] for _, x in shown]).tolist()
+    c = chart(f"{metric} {how}", every, spread, x_label, log, room=room([x.label for _, x in shown]))
     for k, x in shown:
         mean, error = x.over(metric)
         at = xs[x.label]
         c.open_group(k, x.frozen)
         if x.frozen:
-            c.add("line", x1=LEFT, x2=WIDTH - RIGHT, y1=c.y(mean[-1]), y2=c.y(mean[-1]), cls="reference")
+            c.add("line", x1=LEFT, x2=c.x.end, y1=c.y(mean[-1]), y2=c.y(mean[-1]), cls="reference")
+        elif at[-1] < max(every):
+            c.add("line", x1=c.x(at[-1]), x2=c.x(max(every)), y1=c.y(mean[-1]), y2=c.y(mean[-1]), cls="ended")
         c.band(at.tolist(), (mean - error).tolist(), (mean + error).tolist())
         tips = [
             f"{x.label}, {'round ' if x_label == 'round' else ''}{form.format(a)}: {metric} {m:.1f} ± {e:.1f}"
@@ -207,6 +180,7 @@ def curves(lines: list[Line], metric: str, x_label: str, xs: dict[str, np.ndarra
         ]
         c.curve(k, at.tolist(), mean.tolist(), tips)
         c.close_group()
+    name_curves(c, ends(lines, {x.label: float(x.last(metric)[0]) for _, x in shown}))
     return Drawn(f"{metric} {how}", f"{axis(lines, metric)}, {how}; bands: ± one standard error over seeds.", str(c))
 
 
@@ -273,106 +247,6 @@ def front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
         if not out or scores[k] > scores[out[-1]]:
             out.append(k)
     return out
-
-
-def client_rows(lines: list[Line]) -> list[Drawn]:
-    """A row for each client (or held-out target), where there are few."""
-    rows = scores_by_row(lines)
-    if not rows:
-        return []
-    values = [v for cells in rows.values() for v in cells if math.isfinite(v)]
-    what = "target" if len(targets(lines)) > 1 else "client"
-    c = rows_axes(f"score of each {what}", list(rows), values, f"{score_name(lines)}, %")
-    for j, (k, x) in enumerate(indexed(lines)):
-        c.open_group(k, x.frozen)
-        for place, (name, cells) in enumerate(rows.items()):
-            if math.isfinite(cells[j]):
-                c.marker(k, cells[j], place, f"{x.label}, {name}: {cells[j]:.1f} %", x.frozen)
-        c.close_group()
-    of = "the shared model on each target while it was held out" if what == "target" else "each client, test images"
-    return [Drawn(f"Each {what}", f"{score_name(lines)} of {of}, worst first.", str(c))]
-
-
-def ranked(lines: list[Line]) -> list[Drawn]:
-    found = {x.label: v for x in lines if (v := fairness.ranked_scores(x)) is not None}
-    if not found:
-        return []
-    ys = np.concatenate(list(found.values())).tolist()
-    c = chart("clients ranked by score", [0, 100], ys, "clients from worst to best, percentile")
-    for k, x in ((k, x) for k, x in indexed(lines) if x.label in found):
-        c.open_group(k, x.frozen)
-        tips = [
-            f"{x.label}, percentile {p:.0f}: {v:.1f} %"
-            for p, v in zip(fairness.PERCENTILES, found[x.label], strict=True)
-        ]
-        c.curve(k, fairness.PERCENTILES.tolist(), found[x.label].tolist(), tips)
-        c.close_group()
-    return [
-        Drawn("Clients ranked", "Score of the personal models, clients from worst to best; mean over runs.", str(c))
-    ]
-
-
-def variances(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
-    found = {x.label: v for x in lines if (v := fairness.gap_variances(runs, x)) is not None}
-    if not found:
-        return []
-    logs = {label: np.log10(np.maximum(v, fairness.SMALLEST)) for label, (_, v) in found.items()}
-    xs = [float(r) for rounds, _ in found.values() for r in rounds]
-    c = chart("variance of the generalisation gap", xs, np.concatenate(list(logs.values())).tolist(), "round")
-    for k, x in ((k, x) for k, x in indexed(lines) if x.label in found):
-        rounds, values = found[x.label]
-        c.open_group(k, x.frozen)
-        tips = [f"{x.label}, round {r}: {v:.3g}" for r, v in zip(rounds, values, strict=True)]
-        c.curve(k, [float(r) for r in rounds], logs[x.label].tolist(), tips)
-        c.close_group()
-    words = "Variance over clients of the generalisation gap, as a power of ten."
-    return [Drawn("Variance of the gap", words, str(c))]
-
-
-def by_client(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
-    """Weights and gaps of the clients, a chart for each method that recorded some that are not all equal."""
-    out = []
-    for line in lines:
-        identities = {r.identity for r in line.records}
-        members = [r for r in runs if r.record.identity in identities]
-        for name, words in (
-            ("weights", "Weight of each client in the merge"),
-            ("gaps", "Generalisation gap of each client"),
-        ):
-            values = recorded(members, name)
-            if len(values) > 1 and any(np.ptp(list(v.values())) > 1e-6 for v in values.values()):
-                out.append(client_curves(f"{line.label}: {name}", words, values))
-    return out
-
-
-def recorded(runs: list[RunFolder], name: str) -> dict[int, dict[str, float]]:
-    """Round → client → value, mean over runs."""
-    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record in (x for r in runs for x in r.rounds()):
-        given = record.get(name)
-        for client, value in given.items() if isinstance(given, dict) else ():
-            if isinstance(value, int | float) and math.isfinite(value):
-                found[record["round"]][client].append(float(value))
-    return {k: {c: sum(v) / len(v) for c, v in clients.items()} for k, clients in sorted(found.items()) if clients}
-
-
-def client_curves(title: str, words: str, values: dict[int, dict[str, float]]) -> Drawn:
-    names = list(dict.fromkeys(c for clients in values.values() for c in clients))
-    curves: dict[str, list[float]] = {}
-    if len(names) <= FEW_CLIENTS:
-        curves = {n: [v.get(n, math.nan) for v in values.values()] for n in names}
-        how = "a curve for each client"
-    else:
-        each = [np.percentile(list(v.values()), PERCENTILES) for v in values.values()]
-        curves = {f"percentile {p}": [float(e[j]) for e in each] for j, p in enumerate(PERCENTILES)}
-        how = f"percentiles {', '.join(map(str, PERCENTILES))} of {len(names)} clients"
-    rounds = [float(k) for k in values]
-    c = chart(title, rounds, [v for ys in curves.values() for v in ys], "round")
-    for k, (name, ys) in enumerate(curves.items()):
-        c.parts.append(f'<g class="{colour(k)}">')
-        c.curve(k, rounds, ys, [f"{name}, round {r:.0f}: {v:.3g}" for r, v in zip(rounds, ys, strict=True)])
-        c.close_group()
-    return Drawn(title, f"{words}, mean over runs; {how}.", str(c))
 
 
 def numbers(lines: list[Line], spent: dict[str, np.ndarray], most: int = 12) -> list[dict[str, str]]:

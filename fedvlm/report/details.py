@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from fedvlm.report.answers import VIEWS, Answers
-from fedvlm.report.charts import Drawn
+from fedvlm.report.axes import Drawn, End, name_curves, room
 from fedvlm.report.figures import shorten
-from fedvlm.report.svg import COLOURS, TOP, WIDTH, Chart, Scale, chart, element, linear, thinned
+from fedvlm.report.svg import COLOURS, TOP, WIDTH, Chart, Scale, chart, colour, element, linear, thinned
 
 BINS = 10
+FEW = 5  # images of a bin that say nothing
 MOST_CLASSES = 40  # of a confusion matrix
+LARGEST, READABLE = 60, 26  # pixels of a cell: at most, and from which on it has its number
 MOST_CELLS = 9000  # of all confusion matrices of a block: the page stays small
 MOST_CONFUSIONS = 300  # rows of the table
 MOST_POINTS = 350  # images of a picture of features
+Place = Callable[[np.ndarray], np.ndarray]  # [images, dim] → [images, 2]
 Method = tuple[int, str, list[Answers]]  # number of its colour (negative: the frozen model), label, runs
 
 
@@ -37,34 +41,37 @@ class Details(NamedTuple):
     classes: list[dict[str, str]]
     confusions: list[dict[str, str]]
     matrices: list[Confusion]  # of all clients together
-    by_client: list[Confusion]
+    by_client: dict[str, list[Confusion]]
     left_out: int  # matrices by client that would make the page too large
 
 
-def details(methods: list[Method]) -> Details | None:
+def details(methods: list[Method], tsne: bool = False) -> Details | None:
     known = [m for m in methods if m[2]]
     if not known:
         return None
     names = known[0][2][0].record.data.classes
     matrices = list[Confusion]()
-    by_client, left_out, cells = list[Confusion](), 0, 0
+    by_client, left_out, cells = dict[str, list[Confusion]](), 0, 0
     wanted = [(m, view, "") for m in known for view in views(m)]
-    wanted += [(m, view, c) for m in known if m[0] >= 0 for c in clients(m[2]) for view in views(m)]
+    present = {m[1]: clients(m[2]) for m in known}
+    everybody = dict.fromkeys(c for found in present.values() for c in found)
+    wanted += [(m, view, c) for c in everybody for m in known if c in present[m[1]] for view in views(m)]
     for (_, label, runs), view, client in wanted if len(names) <= MOST_CLASSES else []:
-        counts = confusion(runs, view, client)
-        cells += int((counts > 0).sum())
-        if client and cells > MOST_CELLS:
+        counts = None if client and cells > MOST_CELLS else confusion(runs, view, client)
+        cells += 0 if counts is None else int((counts > 0).sum())
+        if counts is None or (client and cells > MOST_CELLS):
             left_out += 1
         elif counts.any():
-            made = Confusion(label, view, client, matrix(f"{label}, {view}", counts, names))
-            (by_client if client else matrices).append(made)
+            title = f"{label}, {view}" + (f", {client}" if client else "")
+            made = Confusion(label, view, client, matrix(title, counts, names))
+            (by_client.setdefault(client, []) if client else matrices).append(made)
     return Details(
         [
             reliability(known, view)
             for view in VIEWS
             if any(a.probabilities(view) is not None for m in known for a in m[2])
         ],
-        embeddings(known),
+        [*embeddings(known), *(neighbours(known) if tsne else [])],
         by_class(known, names),
         most_confused(known, names),
         matrices,
@@ -77,27 +84,41 @@ def views(method: Method) -> list[str]:
     return [v for v in VIEWS if any(v in a.logits for a in method[2])]
 
 
-def clients(runs: list[Answers]) -> list[str]:
-    return list(dict.fromkeys(a.client_name(int(k)) for a in runs for k in np.unique(a.client)))
+def clients(runs: list[Answers]) -> dict[str, None]:
+    """Those with test images, in order."""
+    return dict.fromkeys(a.names[k] for a in runs for k in np.unique(a.client))
 
 
 def reliability(methods: list[Method], view: str) -> Drawn:
     """How often a model is right, against how sure it is: the diagonal is a calibrated model."""
-    c = chart(f"reliability of the {view} models", [0, 100], [0, 100], "how sure, %")
+    found = {
+        m[1]: (m[0], *calibration(*judged(m[2], view)))
+        for m in methods
+        if any(a.probabilities(view) is not None for a in m[2])
+    }
+    ends: list[End] = []
+    c = chart(f"reliability of the {view} models", [0, 100], [0, 100], "how sure, %", room=room([*found]))
     c.add("line", x1=c.x(0), y1=c.y(0), x2=c.x(100), y2=c.y(100), cls="reference")
-    for k, label, runs in methods:
-        found = [(p, a) for a in runs if (p := a.probabilities(view)) is not None]
-        if not found:
-            continue
-        sure = np.concatenate([p.max(1) for p, _ in found])
-        right = np.concatenate([p.argmax(1) == a.label for p, a in found])
-        bins, error = calibration(sure, right)
-        tips = [f"{label}: sure {x:.0f} %, right {y:.0f} %, {n} images; ECE {error:.1f}" for x, y, n in bins]
+    for label, (k, bins, error) in found.items():
+        drawn = [b for b in bins if b[2] >= FEW] or bins
+        tips = [f"{label}: sure {x:.0f} %, right {y:.0f} %, {n} images; ECE {error:.1f}" for x, y, n in drawn]
         c.open_group(k, k < 0)
-        c.curve(k, [b[0] for b in bins], [b[1] for b in bins], tips)
+        c.curve(k, [b[0] for b in drawn], [b[1] for b in drawn], tips)
         c.close_group()
+        ends.append(End(label, colour(k, k < 0), drawn[-1][1], k))
+    name_curves(c, ends)
+    errors = ", ".join(f"{label} {error:.1f}" for label, (_, _, error) in found.items())
     words = f"How often the {view} model is right, against how sure it is; below the dashed line it is too sure."
+    words += f" Points of fewer than {FEW} images are left out."
+    words += f" Mean distance from that line (expected calibration error, %): {errors}."
     return Drawn(f"Reliability, {view}", words, str(c))
+
+
+def judged(runs: list[Answers], view: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of each test image how sure the model is, and whether it is right."""
+    found = [(p, a) for a in runs if (p := a.probabilities(view)) is not None]
+    sure = np.concatenate([p.max(1) for p, _ in found])
+    return sure, np.concatenate([p.argmax(1) == a.label for p, a in found])
 
 
 def calibration(sure: np.ndarray, right: np.ndarray) -> tuple[list[tuple[float, float, int]], float]:
@@ -115,11 +136,9 @@ def confusion(runs: list[Answers], view: str, client: str = "") -> np.ndarray:
     size = len(runs[0].record.data.classes)
     total = np.zeros((size, size), int)
     for a in runs:
-        found = a.probabilities(view)
-        if found is None:
-            continue
-        own = np.array([not client or a.client_name(int(k)) == client for k in range(len(a.record.clients))])[a.client]
-        np.add.at(total, (a.label[own], found[own].argmax(1)), 1)
+        if view in a.said:
+            own = np.array([not client or name == client for name in a.names])[a.client]
+            np.add.at(total, (a.label[own], a.said[view][own]), 1)
     return total
 
 
@@ -127,7 +146,7 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
     """Rows are the truth, columns what was said; the colour is the share of the row."""
     size = len(names)
     left = min(110.0, 12 + 6 * max(len(shorten(n, 16)) for n in names))
-    step = (WIDTH - left - 12) / size
+    step = min(LARGEST, (WIDTH - left - 12) / size)
     height = round(TOP + size * step + 24)
     y = Scale(-0.5, size - 0.5, TOP, TOP + size * step)
     shown = [shorten(n, 16) for n in names] if step > 9 else [""] * size
@@ -138,7 +157,7 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
         "columns: what was said, in the same order",
         height,
     )
-    c.x_names, c.rows, c.dense = False, shown, step < 14
+    c.ticks, c.rows, c.dense = False, shown, step < 14
     totals = counts.sum(1)
     for i, j in zip(*np.nonzero(counts), strict=True):
         share = counts[i, j] / totals[i]
@@ -146,6 +165,9 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
         x, top, side = round(left + step * int(j), 1), round(TOP + step * int(i), 1), round(step - 0.6, 1)
         kind = f"{'hit' if i == j else 'miss'} h{math.ceil(10 * share)}"
         c.add("rect", tip, width=side, height=side, cls=kind, x=x, y=top)
+        if step >= READABLE:
+            at = round(x + step / 2, 1), round(top + step / 2 + 4, 1)
+            c.add("text", text=f"{100 * share:.0f}", cls="cell middle", x=at[0], y=at[1])
     return str(c)
 
 
@@ -172,10 +194,8 @@ def most_confused(methods: list[Method], names: list[str]) -> list[dict[str, str
     for method in methods:
         for view in views(method):
             for a in method[2]:
-                chances = a.probabilities(view)
-                said = np.zeros(0, int) if chances is None else chances.argmax(1)
-                for k, truth, answer in zip(a.client, a.label, said, strict=False):
-                    key = (method[1], view, a.client_name(int(k)), int(truth))
+                for k, truth, answer in zip(a.client, a.label, a.said.get(view, ()), strict=False):
+                    key = (method[1], view, a.names[k], int(truth))
                     totals[key] += 1
                     if truth != answer:
                         found[*key, int(answer)] += 1
@@ -186,10 +206,18 @@ def most_confused(methods: list[Method], names: list[str]) -> list[dict[str, str
     ]
 
 
-def embeddings(methods: list[Method]) -> list[Drawn]:
+def neighbours(methods: list[Method]) -> list[Drawn]:
+    from fedvlm.report.tsne import places  # late: torch
+
+    return embeddings(methods, places, "t-SNE")
+
+
+def embeddings(methods: list[Method], place: Place | None = None, axes: str = "") -> list[Drawn]:
     """Image features before (the frozen model) and after (the personal models, else the shared one), of one run of each
-    method, by their first two principal components. Methods that leave them as they are get no picture."""
+    method, by their first two principal components or as `place` says. Methods that leave them as they are get no
+    picture."""
     out, frozen, unchanged = list[Drawn](), list[np.ndarray](), list[str]()
+    before: np.ndarray | None = None
     for k, label, runs in methods:
         a = runs[0]
         chosen = np.array(thinned(range(len(a.label)), MOST_POINTS))
@@ -200,7 +228,9 @@ def embeddings(methods: list[Method]) -> list[Drawn]:
             unchanged.append(label)
             continue
         frozen += [found] if k < 0 else []
-        out.append(points(k, label, a, chosen, principal(found)))
+        at = (place or principal)(found)
+        before = at if before is None or len(before) != len(at) else before
+        out.append(points(k, label, a, chosen, mirrored(at, before), axes))
     if out and unchanged:
         words = f" The same for {', '.join(unchanged)}, which leave image features as they are."
         out[0] = out[0]._replace(caption=out[0].caption + words)
@@ -215,9 +245,16 @@ def principal(x: np.ndarray) -> np.ndarray:
     return found
 
 
-def points(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray) -> Drawn:
-    c = chart(f"image features: {label}", at[:, 0].tolist(), at[:, 1].tolist(), "first principal component")
-    c.x_names = False
+def mirrored(at: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """The same components with the signs that agree best with others: signs of principal components are arbitrary."""
+    return at * np.where((at * like).sum(0) < 0, -1, 1)
+
+
+def points(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray, axes: str) -> Drawn:
+    c = chart(
+        f"image features: {label}", at[:, 0].tolist(), at[:, 1].tolist(), axes or "first two principal components"
+    )
+    c.ticks = False
     for j, (x, y) in zip(chosen, at, strict=True):
         held = bool(a.held_out[j])
         tip = f"{a.record.data.classes[int(a.label[j])]}, {a.client_name(int(a.client[j]))}"
@@ -233,5 +270,5 @@ def points(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray) -
     when = (
         "before: the frozen model" if k < 0 else f"after training: the {'personal models' if own else 'shared model'}"
     )
-    words = f"{when}; {len(chosen)} test images of one run, coloured by class{seen}."
-    return Drawn(f"Image features, {label}", words, str(c))
+    words = f"{when}; {len(chosen)} test images of one run, coloured by class (colours repeat){seen}."
+    return Drawn(f"Image features, {label}{f', {axes}' if axes else ''}", words, str(c))

@@ -11,7 +11,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.finished import Finished, test_rows
 from fedvlm.folder import RunFolder
 from fedvlm.metrics.detection import auroc
-from fedvlm.report.charts import Drawn
+from fedvlm.report.axes import Drawn
 from fedvlm.report.svg import chart, colour
 from fedvlm.steps.score import detection_scores
 
@@ -71,5 +71,6 @@ def drawn(label: str, inside: np.ndarray, outside: np.ndarray) -> Drawn:
             )
         c.close_group()
     found = auroc(inside, outside)
-    words = f"{label}, shared model: share of the test images (blue) and of the outsiders (orange) by how sure it is"
-    return Drawn(f"Outsiders, {label}", f"{words}; AUROC {100 * (found or 0):.1f}.", str(c))
+    words = f"Shared model of {label}: share of the test images (blue) and of the outsiders (orange) by how sure it is"
+    more = "by the largest probability, all clients together (in the summary: personal models, mean over clients)"
+    return Drawn(f"Outsiders, {label}", f"{words}. AUROC {100 * (found or 0):.1f}, {more}.", str(c))

@@ -66,6 +66,20 @@
     }
   }
 
+  all(".block").forEach((block, number) => {
+    const contents = make("nav", { className: "contents" });
+    const list = make("ul");
+    contents.setAttribute("aria-label", "Contents");
+    all("h3", block).forEach((title, place) => {
+      title.id = `part-${number + 1}-${place + 1}`;
+      const item = make("li");
+      item.append(make("a", { href: `#${title.id}`, textContent: title.textContent }));
+      list.append(item);
+    });
+    contents.append(list);
+    block.querySelector("h2").after(contents);
+  });
+
   const tip = make("div", { id: "tip", hidden: true });
   document.body.append(tip);
   const point = (event) => {

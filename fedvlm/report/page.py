@@ -14,17 +14,19 @@ import numpy as np
 
 from fedvlm import files
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import is_base_to_novel, row, target
+from fedvlm.evaluate.protocols import is_base_to_novel, target
 from fedvlm.folder import RunFolder
 from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
 from fedvlm.report import charts
 from fedvlm.report.answers import answers
+from fedvlm.report.axes import Drawn, indexed
 from fedvlm.report.blocks import blocks
 from fedvlm.report.columns import meanings
 from fedvlm.report.details import Details, Method, details
 from fedvlm.report.effects import effects
 from fedvlm.report.figures import LIGHT, Line, gather, scores_by_client
 from fedvlm.report.gains import against
+from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent
 from fedvlm.report.sent import sent
 from fedvlm.report.snapshot import Snapshot
 from fedvlm.report.table import Table
@@ -42,24 +44,11 @@ from fedvlm.report.tables import (
 from fedvlm.units import size
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
+
     from fedvlm.report.examples import Shown
 
 GOING_ON = "Some runs are still going: rows show the rounds so far, and nothing is compared until all are finished."
-MOST_COLUMNS = 24  # of a matrix of accuracies; wider ones are unreadable and left out
-
-
-class Cell(NamedTuple):
-    text: str
-    heat: int  # 0 to 10 on the colour scale
-    held_out: bool
-
-
-class Matrix(NamedTuple):
-    """Test accuracy of one method: a row per held-out target, a column per domain (or client)."""
-
-    label: str
-    names: list[str]
-    rows: dict[str, list[Cell]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +57,7 @@ class Options:
 
     details: bool = False  # what the models said of test images (details.py)
     images: bool = False  # thumbnails of them, which are the user's private data (examples.py)
+    tsne: bool = False  # image features by t-SNE beside the principal components; needs scikit-learn
     trusted: bool = False  # whether folders of others may read data (trust.py), for images
     live: str = ""  # a page that is served while runs go on: the state of the folders that it shows (live.py)
 
@@ -99,6 +89,7 @@ def html(runs: list[RunFolder], options: Options = DEFAULT) -> str:
         loader=jinja2.FileSystemLoader(home), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     engine.globals |= {"meanings": meanings, "svg": Markup}
+    engine.filters["code"] = code
     style, script = ((home / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     parts = [block(name, found, options) for name, found in members.items() if found]
     return engine.get_template("page.html.j2").render(
@@ -111,6 +102,14 @@ def html(runs: list[RunFolder], options: Options = DEFAULT) -> str:
         most_columns=MOST_COLUMNS,
         unfinished=[r.progress for r in here if not r.finished],
     )
+
+
+def code(text: str) -> Markup:
+    """The text, escaped, with what stands between backticks as code."""
+    from markupsafe import Markup
+
+    parts = (Markup("<code>{}</code>" if k % 2 else "{}").format(part) for k, part in enumerate(text.split("`")))
+    return Markup("").join(parts)
 
 
 def policy(style: str, script: str, live: bool) -> str:
@@ -135,7 +134,7 @@ class Block(NamedTuple):
     all_base_to_novel: bool
     verdicts: list[str]
     legend: list[charts.Entry]
-    charts: dict[str, list[charts.Drawn]]  # by heading
+    charts: dict[str, list[Drawn]]  # by heading
     numbers: list[dict[str, str]]  # of the curves
     clients: list[dict[str, str]]
     matrices: list[Matrix]
@@ -151,7 +150,7 @@ class Look(NamedTuple):
 
     details: Details | None
     examples: list[Shown]
-    outsiders: list[charts.Drawn]
+    outsiders: list[Drawn]
 
 
 def block(title: str, runs: Sequence[RunFolder], options: Options = DEFAULT) -> Block:
@@ -183,15 +182,15 @@ def block(title: str, runs: Sequence[RunFolder], options: Options = DEFAULT) -> 
 def look(runs: list[RunFolder], lines: list[Line], options: Options) -> Look:
     folders = {r.record.identity: r for r in runs}
     said = {x.label: [a for r in x.records if (a := answers(folders[r.identity]))] for x in lines}
-    methods = [(k, x.label, said[x.label]) for k, x in charts.indexed(lines)]
+    methods = [(k, x.label, said[x.label]) for k, x in indexed(lines)]
     return Look(
-        details(methods) if options.details else None,
+        details(methods, options.tsne) if options.details else None,
         examples(methods, folders, options.trusted) if options.images else [],
         outsiders(lines, folders, options.trusted) if options.details else [],
     )
 
 
-def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -> list[charts.Drawn]:
+def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -> list[Drawn]:
     """Of the first run of each method."""
     asked = [(x.label, folders[x.records[0].identity]) for x in lines if x.records[0].config.get("outsiders")]
     if not asked:
@@ -268,37 +267,6 @@ def classes(data: DataRecord) -> str:
 def distinct(values: Iterable[object]) -> str:
     """Each distinct value once, in order of appearance."""
     return ", ".join(dict.fromkeys(map(str, values)))
-
-
-def percent(value: float | None) -> str:
-    return DASH if value is None or np.isnan(value) else f"{100 * value:.1f}"
-
-
-def matrices(groups: Groups) -> list[Matrix]:
-    """One matrix per method, all on one colour scale."""
-    by_method = {label: accuracies(records) for label, records in groups.items()}
-    known = [v for cells in by_method.values() for v, _ in cells.values() if not np.isnan(v)]
-    low, span = (min(known), max(known) - min(known) or 1.0) if known else (0.0, 1.0)
-    out = []
-    for label, cells in by_method.items():
-        names = sorted({name for _, name in cells})
-        rows: dict[str, list[Cell]] = {held: [] for held in sorted({held for held, _ in cells})}
-        for held, name in ((held, name) for held in rows for name in names):
-            value, held_out = cells.get((held, name), (np.nan, False))
-            heat = round(10 * float(np.nan_to_num((value - low) / span)))
-            rows[held].append(Cell(percent(value), heat, held_out))
-        if 0 < len(names) <= MOST_COLUMNS:
-            out.append(Matrix(label, names, rows))
-    return out
-
-
-def accuracies(records: list[RunRecord]) -> dict[tuple[str, str], tuple[float, bool]]:
-    """(held-out target, tested domain) → test accuracy as mean over seeds, and whether that domain was held out."""
-    cells: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
-    for record in records:
-        for name, entry in row(record).items():
-            cells[target(record), name].append(entry)
-    return {key: (float(np.mean([v for v, _ in found])), found[0][1]) for key, found in cells.items()}
 
 
 def traffic(label: str, records: list[RunRecord]) -> dict[str, str]:

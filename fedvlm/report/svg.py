@@ -31,6 +31,7 @@ class Scale:
     start: float
     end: float
     log: bool = False
+    first: float = 0  # of the ticks
 
     def __call__(self, value: float) -> float:
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
@@ -40,9 +41,10 @@ class Scale:
     def ticks(self) -> list[tuple[float, str]]:
         if not self.log:
             return [(v, f"{v:g}") for v in steps(self.low, self.high)]
-        powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-        shown = list(powers)[:: max(1, len(powers) // 4)]
-        return [(10.0**k, f"{10.0**k:g}" if -4 < k < 5 else f"1e{k}") for k in shown]
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        parts = (1,) if len(powers) > 4 else (1, 2, 5)
+        inside = [m * 10.0**k for k in powers for m in parts if max(self.low, self.first) <= m * 10.0**k <= self.high]
+        return [(v, f"{v:g}") for v in inside[:: max(1, len(inside) // 4)]]
 
 
 def steps(low: float, high: float, most: int = 6) -> list[float]:
@@ -65,7 +67,7 @@ def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
     known = [v for v in values if v > 0 and math.isfinite(v)] or [1.0]
     low, high = min(known), max(known)
     zero = any(v <= 0 for v in values)
-    return Scale(low / (8 if zero else 2), max(high * 2, low * 5), start, end, log=True)
+    return Scale(low / (8 if zero else 2), max(high * 2, low * 5), start, end, log=True, first=low * 0.9 if zero else 0)
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -84,7 +86,7 @@ class Chart:
     x_label: str = ""
     height: int = HEIGHT
     parts: list[str] = field(default_factory=list)
-    x_names: bool = True  # tick labels on the axis
+    ticks: bool = True  # False: values along the axes mean nothing
     rows: Sequence[str] = ()  # names of rows in place of the y axis
     dense: bool = False  # rows are close to each other
 
@@ -124,13 +126,13 @@ class Chart:
         self.parts.append("</g>")
 
     def __str__(self) -> str:
-        bottom, right = self.height - BOTTOM, WIDTH - RIGHT
+        bottom, right = self.height - BOTTOM, self.x.end
         out = [f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(self.name)}">']
-        for value, name in self.x.ticks() if self.x_names else []:
+        for value, name in self.x.ticks() if self.ticks else []:
             at = self.x(value)
             out.append(element("line", x1=at, x2=at, y1=TOP, y2=bottom, cls="grid"))
             out.append(element("text", text=name, x=at, y=bottom + 14, cls="tick middle"))
-        for value, name in self.y.ticks() if not self.rows else []:
+        for value, name in self.y.ticks() if self.ticks and not self.rows else []:
             at = self.y(value)
             out.append(element("line", x1=self.x.start, x2=right, y1=at, y2=at, cls="grid"))
             out.append(element("text", text=name, x=self.x.start - 5, y=at + 4, cls="tick end"))
@@ -149,11 +151,18 @@ class Chart:
         return "".join([*out, *self.parts, "</svg>"])
 
 
-def chart(name: str, xs: Sequence[float], ys: Sequence[float], x_label: str, log_x: bool = False) -> Chart:
-    """Empty axes on which these values fit."""
-    make = logarithmic if log_x else linear
-    x = make(xs, LEFT, WIDTH - RIGHT)
-    return Chart(name, x, linear(ys, HEIGHT - BOTTOM, TOP), x_label)
+def chart(
+    name: str,
+    xs: Sequence[float],
+    ys: Sequence[float],
+    x_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    room: float = 0,
+) -> Chart:
+    """Empty axes on which these values fit, with so much room at the right."""
+    x = (logarithmic if log_x else linear)(xs, LEFT, WIDTH - RIGHT - room)
+    return Chart(name, x, (logarithmic if log_y else linear)(ys, HEIGHT - BOTTOM, TOP), x_label)
 
 
 def element(tag: str, tip: str = "", text: str = "", cls: str = "", **attributes: float | str) -> str:

@@ -250,8 +250,12 @@ def settings(record: RunRecord) -> Settings:
 
 
 def rule(record: RunRecord) -> Settings:
-    """What the rows of a fair table have in common, apart from the seed, which is one of the row's."""
-    return rule_keys(record.config) | {
+    """What the rows of a fair table have in common, apart from the seed, which is one of the row's. A run that holds a
+    domain out is the same whether it was asked for alone or as one of leave-one-domain-out."""
+    found = rule_keys(record.config)
+    if "protocol" in found and not is_base_to_novel(record):
+        found["protocol"] = "one"
+    return found | {
         "data": data_id(record),
         "backbone": backbone_id(record),
         "seed": record.seed,

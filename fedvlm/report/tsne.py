@@ -15,26 +15,30 @@ MOST = 400  # images of each kind
 PERPLEXITY = 30
 
 
-def embedding(model: Finished, most: int = MOST) -> tuple[np.ndarray, np.ndarray]:
-    """Places [images, 2], and whether an image is of the unseen domain."""
+def places(x: np.ndarray) -> np.ndarray:
+    """[examples, dim] → [examples, 2]."""
     try:
         from sklearn.manifold import TSNE
     except ImportError:
         raise FedvlmError("t-SNE needs scikit-learn: pip install scikit-learn") from None
+    near = max(1.0, min(PERPLEXITY, (len(x) - 1) / 3))
+    return np.asarray(TSNE(2, perplexity=near, init="pca", random_state=0).fit_transform(x))
+
+
+def embedding(model: Finished, most: int = MOST) -> tuple[np.ndarray, np.ndarray]:
+    """Places [images, 2], and whether an image is of the unseen domain."""
     data, draw = model.federation.data, np.random.default_rng(0)
     seen = [np.arange(low, high) for low, high in data.bounds[list(model.federation.seen), :2]]
     unseen = [np.arange(low, high) for low, high in held_out(model).bounds[:, 2:]]
     rows = [draw.permutation(np.concatenate(each))[:most] for each in (seen, unseen)]
     x = shared_features(model, data.x[np.concatenate(rows)])
-    near = max(1.0, min(PERPLEXITY, (len(x) - 1) / 3))
-    places = TSNE(2, perplexity=near, init="pca", random_state=0).fit_transform(x)
-    return np.asarray(places), np.repeat([False, True], [len(r) for r in rows])
+    return places(x), np.repeat([False, True], [len(r) for r in rows])
 
 
 def panel(ax: Axes, model: Finished, theme: Theme) -> None:
-    places, unseen = embedding(model)
+    at, unseen = embedding(model)
     for which, label, colour in ((~unseen, "training images", theme.colours[0]), (unseen, "unseen domain", "#c00")):
-        ax.scatter(places[which, 0], places[which, 1], s=5, color=colour, label=label)
+        ax.scatter(at[which, 0], at[which, 1], s=5, color=colour, label=label)
     ax.legend(frameon=False)
     ax.set_xticks([])
     ax.set_yticks([])

@@ -1,4 +1,4 @@
-"""The page in a real browser: `pytest -m browser`, with playwright and chromium (skipped where one of them is missing).
+"""The page in a real browser, through playwright; skipped where playwright or chromium is missing.
 
 AXE=path/to/axe.min.js (from `npm pack axe-core`) adds the test for accessibility.
 """
@@ -15,21 +15,24 @@ import pytest
 playwright = pytest.importorskip("playwright.sync_api")
 
 from test_page import with_outputs  # noqa: E402
-from test_report import many  # noqa: E402
+from test_report import many, write  # noqa: E402
 
 from fedvlm.report.page import Options, page  # noqa: E402
 
 pytestmark = pytest.mark.browser
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (390, 768, 1440)
+OVERFLOWS = """[...document.querySelectorAll('figure svg')].filter(
+    (s) => s.getBoundingClientRect().right > innerWidth || s.scrollWidth > s.clientWidth + 1).length"""
+OPEN = "document.querySelectorAll('details').forEach((d) => (d.open = true))"
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    found = shutil.which("chromium") or shutil.which("google-chrome")
-    if not found:
+    if not CHROMIUM:
         pytest.skip("no chromium")
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
 
@@ -44,43 +47,40 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
-@pytest.fixture(params=[(w, scheme) for w in WIDTHS for scheme in ("light", "dark")], ids=lambda p: f"{p[0]}-{p[1]}")
-def opened(browser, written, request):
-    width, scheme = request.param
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, has_touch=width == 390)
-    tab = context.new_page()
-    tab.said = []
-    tab.on("console", lambda message: tab.said.append(message.text))
-    tab.on("pageerror", lambda error: tab.said.append(str(error)))
-    tab.on("request", lambda r: tab.said.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
-    tab.goto(written.as_uri())
-    yield tab
-    context.close()
-
-
-def test_no_message_no_request_and_no_overflow(opened) -> None:
-    opened.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+@pytest.fixture
+def tab(browser, written):
+    """The page at 1,440 pixels; what it says to the console or asks of others is in `said`."""
+    opened = browser.new_page(viewport={"width": 1440, "height": 900})
+    opened.said = []
+    opened.on("console", lambda message: opened.said.append(message.text))
+    opened.on("pageerror", lambda error: opened.said.append(str(error)))
+    opened.on("request", lambda r: opened.said.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
+    opened.goto(written.as_uri())
+    yield opened
     assert opened.said == []
-    assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    outside = """[...document.querySelectorAll('figure svg')].filter(
-        (s) => s.getBoundingClientRect().right > innerWidth || s.scrollWidth > s.clientWidth + 1).length"""
-    assert opened.evaluate(outside) == 0
+    opened.close()
 
 
-def test_colours_follow_the_scheme(browser, written) -> None:
-    seen = set()
-    for scheme in ("light", "dark"):
-        tab = browser.new_page(color_scheme=scheme)
-        tab.goto(written.as_uri())
-        seen.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-        seen.add(tab.evaluate("getComputedStyle(document.querySelector('.mark')).fill"))
-        tab.close()
-    assert len(seen) == 4
+def test_three_widths_two_schemes_and_no_overflow(tab, tmp_path) -> None:
+    clients = tuple(f"client {k}" for k in range(500))
+    big = [write(tmp_path, name, "client 0", rounds=2, domains=clients) for name in ("fedavg", "fedot")]
+    page(big, tmp_path / "big.html")
+    for address in (tab.url, (tmp_path / "big.html").as_uri()):
+        tab.goto(address)
+        tab.evaluate(OPEN)
+        colours = set()
+        for scheme in ("light", "dark"):
+            tab.emulate_media(color_scheme=scheme)
+            for width in WIDTHS:
+                tab.set_viewport_size({"width": width, "height": 900})
+                assert tab.evaluate("document.documentElement.scrollWidth") <= width, (address, scheme)
+                assert tab.evaluate(OVERFLOWS) == 0, (address, width, scheme)
+            colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+            colours.add(tab.evaluate("getComputedStyle(document.querySelector('.mark')).fill"))
+        assert len(colours) == 4
 
 
-def test_sorting_filtering_hovering_and_choosing(browser, written) -> None:
-    tab = browser.new_page(viewport={"width": 1440, "height": 900})
-    tab.goto(written.as_uri())
+def test_sorting_filtering_hovering_and_choosing(tab) -> None:
     table = tab.locator("table.sortable").first
     names = lambda: table.locator("tbody th").all_inner_texts()  # noqa: E731
     before = names()
@@ -102,25 +102,39 @@ def test_sorting_filtering_hovering_and_choosing(browser, written) -> None:
     tab.locator(".legend button", has_text="fedot").click()
     assert tab.locator("figure g.off").count() > 0
     assert "off" not in (tab.locator("figure g[data-m='1']").first.get_attribute("class") or "")
-    tab.close()
 
 
-def test_print_to_pdf(browser, written, tmp_path) -> None:
-    tab = browser.new_page()
-    tab.goto(written.as_uri())
+def test_keyboard_alone(tab) -> None:
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.className") == "skip"
+    titles = tab.locator("h3").all_inner_texts()
+    assert tab.locator("nav.contents a").all_inner_texts() == titles
+    tab.locator("nav.contents a", has_text="Runs").last.focus()
+    tab.keyboard.press("Enter")
+    at = tab.locator("h3", has_text="Runs").last.bounding_box()
+    assert at and 0 <= at["y"] < 900
+    tab.locator("summary", has_text="24 finished").last.focus()
+    tab.keyboard.press("Space")
+    assert tab.locator("details", has=tab.locator("summary", has_text="24 finished")).last.get_attribute("open") == ""
+
+
+def test_print_to_pdf(tab, tmp_path) -> None:
     tab.pdf(path=tmp_path / "page.pdf", format="A4")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF") and (tmp_path / "page.pdf").stat().st_size > 20_000
-    tab.close()
+    tab.emulate_media(media="print")
+    assert not tab.locator("nav.contents, .filter").first.is_visible()
+    assert (
+        tab.evaluate("getComputedStyle(document.querySelector('td')).getPropertyValue('print-color-adjust')") == "exact"
+    )
 
 
+@pytest.mark.skipif(not os.environ.get("AXE"), reason="AXE= is not set")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_serious_fault(scheme, browser, written) -> None:
-    if not os.environ.get("AXE"):
-        pytest.skip("AXE= is not set")
     context = browser.new_context(bypass_csp=True, color_scheme=scheme)
     tab = context.new_page()
     tab.goto(written.as_uri())
-    tab.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    tab.evaluate(OPEN)
     tab.add_script_tag(path=os.environ["AXE"])
     faults = tab.evaluate("axe.run()")["violations"]
     assert [(f["id"], f["nodes"][0]["html"][:200]) for f in faults if f["impact"] in ("serious", "critical")] == []
