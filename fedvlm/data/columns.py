@@ -29,6 +29,8 @@ class Words(Sequence[str]):
     @classmethod
     def coded(cls, names: Sequence[str], codes: np.ndarray) -> Words:
         """Of names in any order, also with repetitions or without a place."""
+        if len(names) == 1:
+            return cls(names, constant(len(codes)))
         used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
         present = cls.of(names[k] for k in used.tolist())
         number = np.zeros(len(names), np.int64)
@@ -36,6 +38,8 @@ class Words(Sequence[str]):
         return cls(present.names, number[codes])
 
     def only(self, rows: np.ndarray) -> Words:
+        if len(self.names) == 1:
+            return Words(self.names, constant(len(rows)))
         return Words.coded(self.names, self.codes[rows])
 
     def __len__(self) -> int:
@@ -57,13 +61,14 @@ class NumberedItems(Sequence["Item"]):
 
     def __init__(self, domain: Words, label: Words, group: Words, number: np.ndarray | None = None):
         self.columns = {"domain": domain, "label": label, "group": group}
-        self.number = np.arange(len(label)) if number is None else number
+        self.number = number  # None: 0, 1, 2, …
 
     def only(self, rows: np.ndarray) -> NumberedItems:
-        return NumberedItems(**{k: v.only(rows) for k, v in self.columns.items()}, number=self.number[rows])
+        number = rows if self.number is None else self.number[rows]
+        return NumberedItems(**{k: v.only(rows) for k, v in self.columns.items()}, number=number)
 
     def __len__(self) -> int:
-        return len(self.number)
+        return len(self.columns["label"])
 
     @overload
     def __getitem__(self, at: int) -> Item: ...
@@ -74,11 +79,17 @@ class NumberedItems(Sequence["Item"]):
 
         if isinstance(at, slice):
             return self.only(np.arange(len(self))[at])
-        return Item(str(self.number[at]), **{k: v[at] for k, v in self.columns.items()})
+        number = range(len(self))[at] if self.number is None else self.number[at]
+        return Item(str(number), **{k: v[at] for k, v in self.columns.items()})
+
+
+def constant(count: int) -> np.ndarray:
+    """So many zeros, which take no memory."""
+    return np.broadcast_to(np.zeros((), np.int64), count)
 
 
 def column(items: Sequence[Item], name: str) -> Words:
     """One field of all items."""
     if isinstance(items, NumberedItems):
-        return items.columns.get(name) or Words(("",), np.zeros(len(items), np.int64))
+        return items.columns.get(name) or Words(("",), constant(len(items)))
     return Words.of(getattr(i, name) for i in items)

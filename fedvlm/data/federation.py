@@ -15,6 +15,7 @@ from fedvlm.core import SPLITS, Data, Extra
 from fedvlm.data import partition
 from fedvlm.data.centre import centred
 from fedvlm.data.columns import Words, column
+from fedvlm.data.mapped import gathered
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import NO_DOMAIN, Item
 from fedvlm.errors import FedvlmError, nearest
@@ -69,7 +70,7 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     if layout.unseen_split == "all":
         part[base[np.isin(owner, unseen)]] = SPLITS.index("test")
     keep = partition.few_shot(y[base], owner, part[base], layout.shots, seed)
-    order = np.argsort(owner * len(SPLITS) + part[base], kind="stable")
+    order = partition.stable_order(owner * len(SPLITS) + part[base])
     order = order[keep[order]]
     cells = np.bincount(owner[order] * 3 + part[base][order], minlength=3 * len(names)).reshape(-1, 3)
     order = base[order]
@@ -80,7 +81,7 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     extras = {k: e._replace(x=e.x[rows]) if e.aligned else e for k, e in pool.extras.items()}
     if pool.task.novel:
         extras |= _base_and_novel(pool, y, part)
-    data = Data(pool.x[rows], answers[rows], bounds, np.arange(len(names)), seed, extras=extras)
+    data = Data(gathered(pool.x, order), answers[rows], bounds, np.arange(len(names)), seed, extras=extras)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
             raise FedvlmError(
@@ -101,7 +102,7 @@ def split_of(
     """The split of each item: as the data say, or else drawn."""
     groups = column(items, "group")
     if any(i.split for i in items[:1]):
-        return partition.given_split([i.split for i in items], strata, domains, groups, seed, layout.split, first)
+        return partition.given_split(column(items, "split"), strata, domains, groups, seed, layout.split, first)
     return partition.split(strata, domains, groups, seed, layout.split, first)
 
 
@@ -125,7 +126,9 @@ def with_shared_tests(federation: Federation, layout: Layout) -> Federation:
     at = torch.from_numpy(order)
     extras = {k: e._replace(x=e.x[at]) if e.aligned else e for k, e in d.extras.items()}
     return replace(
-        federation, data=replace(d, x=d.x[at], y=d.y[at], bounds=bounds, extras=extras), items=federation.items[order]
+        federation,
+        data=replace(d, x=gathered(d.x, order), y=d.y[at], bounds=bounds, extras=extras),
+        items=federation.items[order],
     )
 
 

@@ -21,6 +21,19 @@ def apportion(total: int, shares: np.ndarray) -> np.ndarray:
     return counts
 
 
+def stable_order(cells: np.ndarray) -> np.ndarray:
+    """np.argsort(cells, kind="stable") of numbers from 0 on, in a third of the time: numpy sorts 16 bits digit by digit, and
+    numbers themselves, with their places in the last bits, by vector instructions."""
+    if (largest := int(cells.max(initial=0))) < 1 << 16:
+        return np.argsort(cells.astype(np.uint16), kind="stable")
+    width = len(cells).bit_length()
+    if largest.bit_length() + width > 63:
+        return np.argsort(cells, kind="stable")
+    keys: np.ndarray = (cells << width) | np.arange(len(cells))
+    keys.sort()
+    return keys & ((1 << width) - 1)
+
+
 def split(
     labels: Sequence[str],
     domains: Sequence[str],
@@ -52,7 +65,7 @@ def split(
         return parts
     by_class, by_domain = Words.of(labels), Words.of(domains)
     stratum = by_domain.codes * len(by_class.names) + by_class.codes
-    order = np.argsort(stratum, kind="stable")
+    order = stable_order(stratum)
     _, sizes = np.unique(stratum, return_counts=True)
     for number, rows in enumerate(np.split(order, np.cumsum(sizes)[:-1]) if len(order) else (), first):
         parts[rows] = _drawn_parts(len(rows), seed, shares, number)
@@ -86,7 +99,8 @@ def given_split(
 ) -> np.ndarray:
     """The split of each item where the data come with one; of val and test, what the data do not have is drawn from their
     train items, in the proportions of `shares`."""
-    parts = np.array([SPLITS.index(name) for name in given], np.int64)
+    words = Words.of(given)
+    parts: np.ndarray = np.array([SPLITS.index(name) for name in words.names], np.int64)[words.codes]
     drawn = [part == 0 or not (parts == part).any() for part in range(len(SPLITS))]
     rows = np.flatnonzero(parts == 0)
     if any(drawn[1:]) and len(rows):
@@ -101,12 +115,11 @@ def few_shot(labels: np.ndarray, owner: np.ndarray, part: np.ndarray, shots: int
     if not shots:
         return keep
     order = numpy_generator(seed, 13).permutation(len(labels))
-    count: dict[tuple[int, int], int] = {}
-    for i in order:
-        if part[i] == 0:
-            cell = (int(owner[i]), int(labels[i]))
-            count[cell] = count.get(cell, 0) + 1
-            keep[i] = count[cell] <= shots
+    order = order[part[order] == 0]
+    cell = owner[order] * (int(labels.max(initial=0)) + 1) + labels[order]
+    by_cell = stable_order(cell)
+    _, starts, sizes = np.unique(cell[by_cell], return_index=True, return_counts=True)
+    keep[order[by_cell]] = np.arange(len(order)) - np.repeat(starts, sizes) < shots
     return keep
 
 
@@ -160,10 +173,12 @@ def _assign(labels: np.ndarray, part: np.ndarray, shares: np.ndarray, seed: int)
     """The client of each item, by shares [classes, clients]; exact within each class and split."""
     owner = np.zeros(len(labels), np.int64)
     start = np.zeros(3, np.int64)
+    cell = labels * 3 + part
+    ends = np.cumsum(np.bincount(cell, minlength=3 * shares.shape[0]))
+    cells = np.split(stable_order(cell), ends[:-1])
     for label in range(shares.shape[0]):
         for piece in range(3):
-            members = np.flatnonzero((labels == label) & (part == piece))
-            members = numpy_generator(seed, 23, label, piece).permutation(members)
+            members = numpy_generator(seed, 23, label, piece).permutation(cells[3 * label + piece])
             # apportion breaks ties in favour of the first client: begin each class at the client where the last one ended
             rotated = np.roll(shares[label], -start[piece])
             counts = np.roll(apportion(len(members), rotated), start[piece])
