@@ -1,11 +1,12 @@
 """docs/results.md from run folders: a table for each data set and protocol that was run with enough seeds.
 
-    python benchmarks/results.py runs/claims                  # prints
-    python benchmarks/results.py runs/claims --write          # docs/results.md
+    python benchmarks/results.py runs/claims                              # prints
+    python benchmarks/results.py runs/claims --write                      # docs/results.md
 
 Rows of one table have the same data, backbone, partition, rounds, examples and scores. Where a method was run with several
 learning rates (benchmarks/claims.py tries a grid on the first seed), the row is the one that all seeds have, chosen on
-validation. Nothing in the document is written by hand; what a table says about a paper's claim is in docs/claims.md.
+validation. --write replaces the tables that these folders have, and keeps the others (one is own.py's). Nothing in the
+document is written by hand; what a table says about a paper's claim is in docs/claims.md.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -27,11 +28,11 @@ ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "do
 LEFT_OUT = ("shared", "private", "seconds")  # columns: counted in `fedvlm compare`, and seconds depend on the machine
 WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test", "personal_split": "test"}  # defaults
 HEAD = """# Results
-Written by `python benchmarks/results.py` from run folders on {day}; not edited by hand. {count} runs with mini-clip, a \
-backbone a hundredth of the size of those in the papers: their numbers stand beside ours where there are any, and are no \
-aim. Every table has one rule for all of its rows, which its notes state; the learning rate of a row is chosen on \
-validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, 3). What the tables say of the papers' \
-claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md).
+Written by `python benchmarks/results.py` from run folders; not edited by hand. mini-clip is a backbone a hundredth of the \
+size of those in the papers: their numbers stand beside ours where there are any, and are no aim. Every table has one rule \
+for all of its rows, which its notes state; the learning rate of a row is chosen on validation, on the first seed, from one \
+grid for all methods (the recipe's × 0.3, 1, 3). What the tables say of the papers' claims is in [claims](claims.md), the \
+price of privacy in [privacy](privacy.md), our own method beside others in [moments](moments.md).
 """
 
 
@@ -44,11 +45,19 @@ def main() -> None:
     args = parser.parse_args()
     groups = tables_of([run for run in find(args.folders) if run.done], args.seeds)
     kept = {title: runs for title, runs in groups.items() if len({row_of(r.record) for r in runs}) >= args.rows}
-    text = HEAD.format(day=date.today(), count=f"{sum(map(len, kept.values())):,}")
-    text += "".join(f"\n## {title}\n{markdown(summarise(runs))}" for title, runs in sorted(kept.items()))
-    print(text)
+    made = {
+        title: f"{markdown(summarise(runs))}- written on {date.today()} from {len(runs)} runs\n"
+        for title, runs in kept.items()
+    }
+    print("".join(f"\n## {title}\n{text}" for title, text in sorted(made.items())))
     if args.write:
-        DOCUMENT.write_text(text, encoding="utf-8")
+        DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+def written(document: str, made: Mapping[str, str]) -> str:
+    """The document with these tables in place of those of the same title."""
+    found = dict(part.split("\n", 1) for part in document.split("\n## ")[1:]) | dict(made)
+    return HEAD + "".join(f"\n## {title}\n{text.strip()}\n" for title, text in sorted(found.items()))
 
 
 def tables_of(runs: Sequence[RunFolder], seeds: int) -> dict[str, list[RunFolder]]:

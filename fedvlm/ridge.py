@@ -71,9 +71,15 @@ def class_means(given: Moments) -> tuple[Tensor, Tensor]:
     second, cross = given.second[:-1, :-1], given.cross[:-1]
     total, sums, classes = given.second[-1, -1].clamp(min=TINY), given.second[:-1, -1], given.cross.shape[1]
     weight = given.cross[-1] + total / classes  # of each class: one-hot targets are less 1/K
-    known = weight > 1e-6 * total
+    known = occurring(given)
     means = torch.where(known, (cross + sums[:, None] / classes) / weight.clamp(min=TINY), (sums / total)[:, None]).mT
     return means, second / total - (means.mT * (weight * known / total)) @ means
+
+
+def occurring(given: Moments) -> Tensor:
+    """Whether there are examples of each class, of moments with a 1 appended."""
+    found: Tensor = given.cross[-1] + given.second[-1, -1] / given.cross.shape[1] > 1e-6 * given.second[-1, -1]
+    return found
 
 
 def sensitivity(length: float, classes: int) -> float:
@@ -129,11 +135,28 @@ class Gaussian:
         return found + towards
 
 
-SOLVERS: dict[str, type[Ridge] | type[Gaussian]] = {"ridge": Ridge, "gaussian": Gaussian}
+class Bilinear:
+    """The ridge regression whose head for a class is a linear function of the embedding of its name, W = M Tᵀ: M gives heads
+    for classes without examples, too. The minimiser of Σ w ‖y − T Mᵀx‖² + λ‖M − V‖² has A M TᵀT + λM = B T + λV, which the
+    eigenvectors of A and of TᵀT separate into single numbers."""
+
+    def __init__(self, given: Moments, text: Tensor):
+        values, self.vectors = torch.linalg.eigh(given.second)
+        widths, self.directions = torch.linalg.eigh(text.mT @ text)
+        self.values = values.clamp(min=0)[:, None] * widths.clamp(min=0)
+        self.unit = max(float(self.values.mean()), TINY)
+        self.cross = self.vectors.mT @ given.cross @ text @ self.directions
+
+    def solve(self, strength: float, towards: Tensor) -> Tensor:
+        """M [features, dim] with λ = strength · the mean product of both eigenvalues and V = towards."""
+        size = strength * self.unit
+        scaled = (self.cross + size * (self.vectors.mT @ towards @ self.directions)) / (self.values + size)
+        found: Tensor = self.vectors @ scaled @ self.directions.mT
+        return found
 
 
 def to_params(weights: Tensor, like: Params) -> Params:
-    """W [..., features, classes] as the shared parameters `head` and, where there is one, `bias`."""
+    """W [..., features, classes] or M [..., features, dim] as the shared parameters `head` and, where it has one, `bias`."""
     found = {"head": weights[..., :-1, :].mT if "bias" in like else weights.mT}
     found |= {"bias": weights[..., -1, :]} if "bias" in like else {}
     return {k: v.to(like[k].dtype).contiguous() for k, v in found.items()}

@@ -80,7 +80,7 @@ EXPECTED = {
     r"local=experts does not go with adapter=\w+: .* use adapter=experts": "others have no experts",
     r"local=factored does not go with adapter=\w+: .* use adapter=factored": "others have no private prompt in factors",
     r"local=consistent does not go with adapter=\w+: .* use adapter=independent": "it compares with the frozen towers",
-    r"local=(alternate|truncated) does not go with adapter=\w+: .* use adapter=lora": "it trains two low-rank factors",
+    r"local=(alternate|truncated|turns) does not go with adapter=\w+: .* use adapter=lora": "it trains two low-rank factors",
     r"merge=exact does not go with adapter=\w+: it changes frozen weights": "others have no change of a frozen weight",
     r"merge=sparsity does not go with adapter=\w+: .* use adapter=lora": "others have no low-rank changes",
     r"local=two_stage does not go with adapter=\w+: it needs embeddings before they are normalised": "it adds noise there",
@@ -142,7 +142,7 @@ def is_typical(names: Names) -> bool:
     is published."""
     adapter, local, merge = names
     plain = (local, merge) == ("sgd", "mean")
-    if adapter in ("alexnet", "resnet"):  # networks, as unet and lstm are, and far slower
+    if adapter in ("alexnet", "cnn", "resnet"):  # networks, as unet and lstm are, and far slower
         return plain or (adapter == "resnet" and (local, merge) == ("bgp", "faa"))
     if {adapter, local, merge} & set(VARIANTS) or (
         small_adapter(adapter).requires and adapter not in ("prompt", "lora")
@@ -489,6 +489,7 @@ VARIANTS = (
     "affine",
     "alexnet",
     "both_towers",
+    "cnn",
     "consistent",
     "exact",
     "experts",
@@ -500,6 +501,7 @@ VARIANTS = (
     "independent",
     "knowledge",
     "memory",
+    "named",
     "orthogonal",
     "other_text",
     "plot",
@@ -511,6 +513,7 @@ VARIANTS = (
     "server_coop",
     "small",
     "trajectory",
+    "turns",
     "two_masks",
     "visual_head",
 )

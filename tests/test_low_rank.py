@@ -1,4 +1,4 @@
-"""Federated LoRA and its variants: FFA-LoRA, FedSA-LoRA, RoLoRA, FedEx-LoRA, FLoRA, Fed-SB, HetLoRA."""
+"""Federated LoRA and its variants: FFA-LoRA, FedSA-LoRA, RoLoRA, LA-LoRA, FedEx-LoRA, FLoRA, Fed-SB, HetLoRA."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from helpers import Played, close, example, play, same, small_adapter
@@ -19,6 +20,7 @@ from fedvlm.local.alternate import Alternate
 from fedvlm.local.base import Local
 from fedvlm.local.sgd import Sgd
 from fedvlm.local.truncated import RANK, Truncated, tail_length
+from fedvlm.local.turns import Turns
 from fedvlm.merge.base import Merge
 from fedvlm.merge.exact import Exact
 from fedvlm.merge.mean import Mean
@@ -154,6 +156,38 @@ def test_rolora_moves_one_factor_at_a_time(double):
         assert cohort.effects["in_B"] == [float(moved == "B")] * 3
     with pytest.raises(FedvlmError, match="trains two factors in turn; use adapter=lora"):
         built("ffa", local=Alternate())
+
+
+def test_la_lora_moves_one_factor_a_step_by_smoothed_gradients(double):
+    """The first client's two steps by hand: B by its smoothed gradient, then A at the new B."""
+    method, data = built(local=Turns(**RULE)), task_and_data()[1]
+    gradients = method.model.gradients("cross-entropy")
+    now = with_client_axis(method.init(3).shared)
+    batches = Stacked(method, data, 3).at(np.array([0]), 1).batches(3, 1)
+    for batch, (moved, dim) in zip(batches, ((".B", -2), (".A", -1)), strict=True):
+        found = dict(zip(now, gradients(now, batch)[1], strict=True))
+        now = {k: v - 0.1 * by_hand(found[k], dim) if k.endswith(moved) else v for k, v in now.items()}
+    _, reply, cohort = one_round(method)
+    close(now, {k: v[:1] for k, v in reply.shared.items()})
+    assert all(0.01 < v < 1 for v in cohort.effects["filtered"])
+    plain = built(local=Turns(smooth=False, **RULE))
+    one, other = one_round(plain)[1], one_round(built(local=Alternate(**RULE)))[1]
+    for k, v in one.shared.items():  # clients 1 and 2 take one step: that of RoLoRA's first round
+        torch.testing.assert_close(v[1:], other.shared[k][1:])
+        assert not torch.equal(v[0], other.shared[k][0])
+    with pytest.raises(FedvlmError, match="trains two factors in turn; use adapter=lora"):
+        built("ffa", local=Turns())
+
+
+def by_hand(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[1, 4, 6, 4, 1]/16 along a dimension, the outermost values repeated."""
+    rows = x.transpose(dim, -1)
+    out = torch.zeros_like(rows)
+    last = rows.shape[-1] - 1
+    for at in range(last + 1):
+        for offset, weight in zip((-2, -1, 0, 1, 2), (1, 4, 6, 4, 1), strict=True):
+            out[..., at] += weight / 16 * rows[..., min(max(at + offset, 0), last)]
+    return out.transpose(dim, -1)
 
 
 def test_fedex_goes_on_from_the_means_and_flora_starts_anew(double):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,14 +23,25 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.guard import Guard
 from fedvlm.local import copies
-from fedvlm.local.moments import CLIENT, CROSS, NEWCOMER, SECOND, SecondMoments, first_best, mean_accuracy
+from fedvlm.local.moments import (
+    CLIENT,
+    CROSS,
+    NEWCOMER,
+    SCORED,
+    SECOND,
+    SecondMoments,
+    averaged,
+    first_best,
+    mean_accuracy,
+)
 from fedvlm.merge.moments import SumOfMoments
 from fedvlm.method import Method
 from fedvlm.privacy.mechanism import Privacy, secret_of
 from fedvlm.report.tables import summarise
-from fedvlm.ridge import Moments, Ridge, moments
+from fedvlm.ridge import Bilinear, Moments, Ridge, moments
 from fedvlm.secure.settings import Secure
 
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ONE = {"strengths": (0.5,), "texts": (2.0,)}  # no choice, so that there is no exchange for it
 
 
@@ -239,6 +251,74 @@ def test_the_candidate_is_chosen_as_asked():
     assert found == {"newcomers": 0, "clients": 1, "both": 2}
 
 
+def test_candidates_count_by_how_well_examples_tell_them_apart():
+    heads = [torch.full((2, 3), float(k)) for k in range(3)]
+    accuracies = torch.tensor([0.5, 0.7, 0.7])
+    assert torch.equal(averaged(heads, accuracies, 100, 0), heads[1])  # the first of the best
+    error = 1 / (2 * 100**0.5)
+    weights = np.exp(accuracies.numpy() / (2 * error))
+    found = averaged(heads, accuracies, 100, 2)
+    assert float(found[0, 0]) == pytest.approx(float(weights @ [0, 1, 2] / weights.sum()), rel=1e-12)
+    assert float(averaged(heads, accuracies, 10**9, 2)[0, 0]) == pytest.approx(1.5)  # only the best are left
+
+
+def selected(y: list[int], adapter: str = "affine") -> dict[str, torch.Tensor]:
+    """What client 1 replies about the candidates, where its examples have these classes and client 0's 0, 1 and 2."""
+    method, _ = method_of(adapter, local={"keep": False}, strengths=(1.0, 0.1))
+    data = random_data(method.task, [(9, 3, 0), (6, 3, 0)])
+    data = replace(data, y=torch.tensor([0, 1, 2] * 4 + y))
+    replies = []
+
+    class Listening(Stacked):
+        def run(self, step, ids, message, round, exchange):
+            for reply in super().run(step, ids, message, round, exchange):
+                replies.append((step, reply))
+                yield reply
+
+    engine = Listening(method, data, 2)
+    method.round(method.init(2), Cohort(engine, np.array([0, 1]), 1))
+    return {k: v[1] for k, v in next(r for step, r in replies if step == "adjust").values.items()}
+
+
+def test_classes_that_nobody_else_has_do_not_count_as_newcomers():
+    """Leaving a client out would leave them without any example, and the choice would only see the class names."""
+    alone = selected([3, 3, 3, 4, 4, 4, 3, 4, 3])
+    assert torch.equal(alone[NEWCOMER], alone[CLIENT]) and float(alone[SCORED]) == 3
+    mixed = selected([0, 1, 2, 3, 4, 3, 0, 3, 4])
+    share = mixed[NEWCOMER] * 4  # of its nine examples, four are of classes that client 0 has
+    assert torch.equal(share, share.round()) and not torch.equal(mixed[NEWCOMER], mixed[CLIENT])
+    named = selected([3, 3, 3, 4, 4, 4, 3, 4, 3], "named")[NEWCOMER] * 9  # its heads come from the names: all count
+    torch.testing.assert_close(named, named.round())
+
+
+def test_the_map_from_names_solves_its_regression():
+    """Against the linear system written out: A M TᵀT + λM = B T + λV."""
+    draw = torch.Generator().manual_seed(6)
+    x, text, prior = (torch.randn(n, d, generator=draw) for n, d in ((20, 5), (3, 4), (5, 4)))
+    given = moments(x, torch.randint(3, (20,), generator=draw), 3, balance=False)
+    solved = Bilinear(given, text)
+    gram = text.mT @ text
+    size = 0.3 * float(given.second.trace() * gram.trace()) / 20
+    system = torch.kron(given.second, gram) + size * torch.eye(20)
+    expected = torch.linalg.solve(system, (given.cross @ text + size * prior).reshape(-1)).view(5, 4)
+    torch.testing.assert_close(solved.solve(0.3, prior), expected, atol=1e-9, rtol=0)
+
+
+def test_names_give_heads_to_classes_that_nobody_has():
+    method, data = method_of("named")
+    shared = played(method, data)[0].shared
+    one = {k: v[None] for k, v in shared.items()}
+    others = method.task._replace(text=method.task.names().flip(0))  # the same names in another order
+    here, there = (method.adapter.logits(task, one, data.x[None]) for task in (method.task, others))
+    torch.testing.assert_close(here.flip(-1), there)
+    start = method.adapter.logits(method.task, {k: v[None] for k, v in method.initial.items()}, data.x[None])
+    torch.testing.assert_close(start, method.task.scale * data.x[None] @ method.task.names().mT)  # zero-shot
+    far = method_of("named", strengths=(1e9,), texts=(1.0,))[0]
+    close(played(far, data)[0].shared, method.initial, tolerance=1e-6)
+    with pytest.raises(FedvlmError, match="solver=ridge"):
+        method_of("named", solver="gaussian")
+
+
 def test_gaussian_heads_are_scikit_learns_discriminant_analysis():
     method, data = method_of(
         local={"balance": False}, solver="gaussian", weights="size", strengths=(1e-12,), texts=(0.0,)
@@ -275,6 +355,23 @@ def test_a_full_memory_holds_all_classes():
     data = example(method.adapter)[1]
     kept = data.y[method.local.remembered(data, 0, 5, 5)]
     assert sorted(kept.tolist()) == [0, 1, 2, 3, 4]
+
+
+class Elsewhere(torch.Tensor):
+    """As on a GPU: numpy cannot read it before it was copied."""
+
+    def numpy(self, *args, **kwargs):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self, *args, **kwargs):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_memory_is_chosen_from_labels_on_another_device():
+    method = build("memory", "memory", "mean", train_head=False)
+    data = example(method.adapter)[1]
+    there = replace(data, y=data.y.as_subclass(Elsewhere))
+    assert torch.equal(method.local.remembered(there, 0, 5, 5), method.local.remembered(data, 0, 5, 5))
 
 
 # Differential privacy
@@ -404,6 +501,23 @@ def test_centring_is_refused_where_there_is_no_mean(images):
 
 def test_the_recipe_is_one_round():
     assert resolve("moments", {}).config.rounds == 1
+
+
+def test_settings_without_averaging_mean_what_they_meant():
+    """Runs that were started before there was such a key took the best candidate."""
+    assert SumOfMoments().averaging == 0 and resolve("moments", {}).merge.averaging == 2
+
+
+def test_tables_that_were_not_run_again_stay(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import own  # benchmarks/own.py
+    import results  # benchmarks/results.py
+
+    begun = own.written(f"Text.\n{own.MARK}\n", {"dp": "| a |\n", "pacs": "| b |\n"})
+    again = own.written(begun, {"dp": "| c |\n", "emoji": ""})
+    assert again == f"Text.\n{own.MARK}\n\n### pacs\n\n| b |\n\n### dp\n\n| c |\n"
+    document = results.written("# Results\n\n## one\nold\n\n## two\nkept\n", {"one": "new\n"})
+    assert document == results.HEAD + "\n## one\nnew\n\n## two\nkept\n"
 
 
 def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_path):

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fedvlm.adapters.attention import Attention
 from fedvlm.adapters.base import TEXT_FEATURES, Task
 from fedvlm.adapters.layered import require_phrases
+from fedvlm.adapters.network import by_client
 from fedvlm.adapters.tower import Tower
 from fedvlm.backbones.whole import WholeModel
 from fedvlm.core import FedvlmError, Params
@@ -51,13 +52,13 @@ class BothTowers(Tower):
         tokens = tokens_of(module, tuple(phrases)) if phrases else None
         weights = {k: v for k, v in params.items() if not k.startswith((MASK, TEXT_FEATURES))}
         clients = max([1 if x is None else len(x), *map(len, weights.values())])
-        found = [
-            functional_call(
-                module, {k: v[i % len(v)] for k, v in weights.items()}, (None if x is None else x[i % len(x)], tokens)
-            )
-            for i in range(clients)
-        ]
-        images, text = (torch.stack(each) for each in zip(*found, strict=True))
+        models = by_client(weights, clients)
+        with self.autocast(next(iter(weights.values())).device):
+            found = [
+                functional_call(module, models[i], (None if x is None else x[i % len(x)], tokens))
+                for i in range(clients)
+            ]
+        images, text = (self.widened(torch.stack(each)) for each in zip(*found, strict=True))
         if self.mask and x is not None:
             images = task.dim * Attention().masked({k: params[MASK + k] for k in ("w1", "b1", "w2", "b2")}, images)
         return images, text

@@ -29,4 +29,5 @@ class Linear(Adapter):
         return task.scale * linear(self.features(task, params, x), params["head"])
 
     def diagnose(self, task: Task, params: Params) -> Params:
+        """The condition number of the private map; 1 where it is orthogonal."""
         return {"condition": torch.linalg.cond(params["map"])}

@@ -3,11 +3,15 @@
 Everything is trained and everything is shared, running statistics included. These are kept as moments, E[x] and E[x²]:
 averaged over clients, with any weights, they are the moments of all clients' data together, which averaged variances
 are not. A network is large, so a loop over clients adds almost no time; on a CPU clients train one at a time.
+
+precision=half computes in bfloat16 by torch's autocast: convolutions and products; norms, losses and the parameters that
+the optimiser changes stay float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -60,6 +64,9 @@ class Norm(nn.Module):
         self.register_buffer("running_square", torch.ones(width))
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        if x.dtype == torch.bfloat16:  # the variance is a difference of two moments, which needs more digits
+            with torch.autocast(x.device.type, enabled=False):
+                return self.forward(x.to(self.weight.dtype), real).to(x.dtype)
         mean, square = self.running_mean.detach(), self.running_square.detach()
         if real is not None:
             mean = torch.einsum("n,nc->c", real, x.mean((2, 3)))
@@ -73,6 +80,10 @@ class Norm(nn.Module):
 @dataclass(frozen=True)
 class Network(Adapter):
     """`build` returns the module: called with (x, real), it gives logits and features of one model."""
+
+    precision: Literal["full", "half"] = (
+        "full"  # half: bfloat16 in convolutions and products; the trained parameters stay float32
+    )
 
     limits: ClassVar[Limits] = Limits(examples=32, clients=1, gpu=True)
 
@@ -94,15 +105,21 @@ class Network(Adapter):
     ) -> tuple[Tensor, Tensor]:
         """[clients, examples, ...] each; `real` as in `Norm`, with a client axis."""
         module, clients = self.module(task), max([len(x), *(len(v) for v in params.values())])
-        by_client = [
-            functional_call(
-                module,
-                {k: v[i % len(v)] for k, v in params.items()},
-                (x[i % len(x)], None if real is None else real[i % len(real)]),
-            )
-            for i in range(clients)
-        ]
-        return torch.stack([logits for logits, _ in by_client]), torch.stack([features for _, features in by_client])
+        models = by_client(params, clients)
+        with self.autocast(x.device):
+            found = [
+                functional_call(module, models[i], (x[i % len(x)], None if real is None else real[i % len(real)]))
+                for i in range(clients)
+            ]
+        logits, features = (self.widened(torch.stack(each)) for each in zip(*found, strict=True))
+        return logits, features
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "half" else nullcontext()
+
+    def widened(self, x: Tensor) -> Tensor:
+        """What the network computed, for losses and norms."""
+        return x.to(torch.get_default_dtype()) if self.precision == "half" else x
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return self.logits_and_features(task, params, x)[1]
@@ -117,11 +134,23 @@ class Network(Adapter):
         return self.logits_and_features(task, params, batch.x, batch.weight)
 
 
+def by_client(params: Params, clients: int) -> list[Params]:
+    """The parameters of each client. A client alone gets views, whose gradients are not copied."""
+    if all(len(v) == 1 for v in params.values()):
+        return [{k: v.squeeze(0) for k, v in params.items()}] * clients
+    return [{k: v[i % len(v)] for k, v in params.items()} for i in range(clients)]
+
+
 @lru_cache(maxsize=8)
 def _without_values(adapter: Network, classes: int) -> nn.Module:
     """The module on the meta device: every call brings its own parameters."""
     with torch.device("meta"):
         return adapter.build(Task(tuple(map(str, range(classes))), None, 0, 1.0))
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """On a GPU in bfloat16, images with their channels last in memory, as its fast convolutions read them."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
 Normalisation = Literal["signed", "imagenet"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Task
-from fedvlm.adapters.network import Network, Norm, Normalisation, pixels_to_float
+from fedvlm.adapters.network import Network, Norm, Normalisation, channels_last, pixels_to_float
 from fedvlm.core import FedvlmError, Params
 from fedvlm.keys import Count
 
@@ -77,7 +77,7 @@ class Residual(nn.Module):
                 nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = pixels_to_float(x, self.normalisation)
+        x = channels_last(pixels_to_float(x, self.normalisation))
         small = x.shape[-1] <= SMALL_IMAGE
         x = F.conv2d(x, self.conv1.weight, stride=1 if small else 2, padding=3)
         x = torch.relu(self.bn1(x, real))

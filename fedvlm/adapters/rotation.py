@@ -40,6 +40,7 @@ class Rotation(Adapter):
         return task.scale * linear(self.features(task, params, x), params["head"])
 
     def diagnose(self, task: Task, params: Params) -> Params:
+        """The condition number of the private map; 1 where it is orthogonal, up to rounding."""
         return {"condition": torch.linalg.cond(cayley(params["skew"])).amax(-1)}
 
     def to_linear(self, task: Task, params: Params) -> Tensor:

@@ -1,5 +1,7 @@
 """CoCoOp with a shared context and private meta-nets, FedOT's "Server CoOp".
 
+vⱼ(h) = vⱼ + B relu(A h + a) + b as in adapter=conditional, with v shared, and A, a, B, b private.
+
 The server averages the context alone (FedOT's Table 3: d · n numbers at the server, the meta-net on the client). Our
 reading of the supplement's two rows of this kind: in "Server CoOp" a newcomer uses the server's context as it is, which
 is CoOp; in "Meta-Net Random Init" (random=true) it uses the context with a meta-net as it was drawn.

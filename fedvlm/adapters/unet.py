@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Limits, Task
-from fedvlm.adapters.network import Network, Norm, pixels_to_float
+from fedvlm.adapters.network import Network, Norm, channels_last, pixels_to_float
 from fedvlm.keys import Count, Whole
 from fedvlm.tasks import SEGMENTATION, TaskType
 
@@ -50,12 +50,16 @@ class InstanceNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        if x.dtype == torch.bfloat16:  # its sums are float32 inside; autocast would write float32 activations
+            with torch.autocast(x.device.type, enabled=False):
+                return F.group_norm(x, x.shape[1], self.weight.to(x.dtype), self.bias.to(x.dtype))
         return F.group_norm(x, x.shape[1], self.weight, self.bias)
 
 
 class EncoderDecoder(nn.Module):
     def __init__(self, width: int, levels: int, norm: type[nn.Module]):
         super().__init__()
+        self.batch_norm = norm is Norm
         sizes = [width * 2**k for k in range(levels + 1)]
         self.down = nn.ModuleList(DoubleConvolution(a, b, norm) for a, b in zip([3, *sizes], sizes, strict=False))
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * a, a, 2, 2) for a in reversed(sizes[:-1]))
@@ -64,6 +68,8 @@ class EncoderDecoder(nn.Module):
 
     def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
         x, skips = pixels_to_float(x), []
+        if self.batch_norm:  # torch's instance norm wants its channels first
+            x = channels_last(x)
         for k, convolve in enumerate(self.down):
             x = convolve(F.max_pool2d(x, 2) if k else x, real)
             skips.append(x)

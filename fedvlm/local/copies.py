@@ -31,6 +31,18 @@ def load(own: Params, shared: Params) -> Params:
     return {k: torch.where(started.view(-1, *[1] * (v.dim() - 1)), own[COPY + k], v) for k, v in shared.items()}
 
 
+def left_out(row: Params, shared: Params) -> Params:
+    """A new client's row without its empty copy, which is as large as the model and need not be stored."""
+    if STARTED not in row or row[STARTED]:
+        return row
+    return {k: v for k, v in row.items() if k.removeprefix(COPY) not in shared or not k.startswith(COPY)}
+
+
+def filled(row: Params, shared: Params) -> Params:
+    """The row with its empty copy, where that was left out."""
+    return {k: v for k, v in empty(shared).items() if STARTED in row} | row
+
+
 def adapter_params(own: Params) -> Params:
     """The adapter's private parameters in the clients' rows."""
     return {k: v for k, v in own.items() if not k.startswith(COPY)}

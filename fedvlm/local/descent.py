@@ -41,24 +41,33 @@ class OptimiserSettings:
         return float(self.lr * 0.5 * (1 + np.cos(np.pi * (data.round - 1) / data.rounds)))
 
 
-@torch.no_grad()
 def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients, updates: int = 1) -> Tensor:
     """Trains `params` [clients, ...] in place for one round, with `updates` steps per batch; returns the mean training
     loss of each client."""
     if data.private is not None:
         return data.private.optimise(settings, params, data, gradients)
+    return optimise_in_turns(settings, [(params, gradients)], data, updates)
+
+
+@torch.no_grad()
+def optimise_in_turns(
+    settings: OptimiserSettings, groups: Sequence[tuple[Params, Gradients]], data: Data, updates: int = 1
+) -> Tensor:
+    """As `optimise`, with a group of parameters a batch, one group after the other."""
     total = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
     steps = np.ceil(data.counts("train") / settings.batch) * settings.epochs
-    if not params:
+    turns = [(params, gradients, Optimiser(settings, params)) for params, gradients in groups if params]
+    if not turns:
         return total
-    optimiser, rate = Optimiser(settings, params), settings.rate(data)
-    active = 0
-    for batch in data.batches(settings.batch, settings.epochs):
+    rate, active = settings.rate(data), 0
+    for step, batch in enumerate(data.batches(settings.batch, settings.epochs)):
         if len(batch.y) != active:
             active = len(batch.y)
-            now = {k: v[:active] for k, v in params.items()}
+            now = [{k: v[:active] for k, v in params.items()} for params, _, _ in turns]
+        at = step % len(turns)
+        _, gradients, optimiser = turns[at]
         for _ in range(updates):
-            each, found = gradients(now, batch)
+            each, found = gradients(now[at], batch)
             optimiser.step(active, found, rate)
             total[:active] += each / updates
     return total / data.tensor(np.maximum(steps, 1)).to(total.dtype)
@@ -124,12 +133,26 @@ class Optimiser:
             self._adam(values, gradients, slots, rate)
 
     def _sgd(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
+        if FUSED_SGD is not None and values and values[0].is_cuda:
+            self._sgd_fused(values, gradients, slots, rate)
+            return
         for i, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
             if self.settings.weight_decay:
                 gradient = gradient + self.settings.weight_decay * value
             if self.settings.momentum:
                 gradient = slots[0][i].mul_(self.settings.momentum).add_(gradient)
             value.sub_(gradient, alpha=rate)
+
+    def _sgd_fused(
+        self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float
+    ) -> None:
+        """The same in one kernel: a network's hundreds of parameters would take a GPU three launches each."""
+        assert FUSED_SGD is not None
+        settings, whole = self.settings, [g.contiguous() for g in gradients]
+        FUSED_SGD(
+            values, whole, slots[0] if settings.momentum else [], lr=rate, weight_decay=settings.weight_decay,
+            momentum=settings.momentum, dampening=0.0, nesterov=False, maximize=False, is_first_step=self.steps == 1,
+        )  # fmt: skip
 
     def _adam(self, values: list[Tensor], gradients: Sequence[Tensor], slots: list[list[Tensor]], rate: float) -> None:
         if not values:
@@ -166,3 +189,4 @@ Kernel = Callable[..., None]
 _kernels = tuple(k for name in ("_fused_adam_", "_fused_adamw_") if (k := getattr(torch, name, None)) is not None)
 # private to torch; takes a third of the time of separate passes (benchmarks/steps.py). None: public operations instead
 FUSED: tuple[Kernel, ...] | None = _kernels if len(_kernels) == 2 else None
+FUSED_SGD: Kernel | None = getattr(torch, "_fused_sgd_", None)  # also private; used on GPUs, so that a CPU's bits stay

@@ -1,5 +1,7 @@
 """FedRep (Collins et al., 2021): trains the private parameters first, with the shared ones fixed, then the reverse.
 
+v ← v − η ∇_v L(w_g, v) for `private_epochs` passes, then w ← w − η ∇_w L(w, v) from w = w_g for `epochs`; w goes up.
+
 `private=` says what is private (private=head). FedPer trains both together, which is local=sgd. FedBABU does not train
 the private parameters during federated training: private_epochs=0.
 """

@@ -57,11 +57,11 @@ class Memorise(Local):
         """Rows of the pool: by turns one of each class, until the memory is full."""
         low, high = int(data.bounds[at, 0]), int(data.bounds[at, 1])
         order = shuffled(keys(data.seed, DRAW, clients=data.ids[at : at + 1]), np.array([high - low])) + low
-        labels = data.y[torch.from_numpy(order)].numpy()
+        labels = data.y[data.tensor(order)].cpu().numpy()
         turn = np.zeros(len(order), np.int64)
         for c in range(classes):
             turn[labels == c] = np.arange((labels == c).sum())
-        return torch.from_numpy(order[np.argsort(turn, kind="stable")[:most]])
+        return data.tensor(order[np.argsort(turn, kind="stable")[:most]])
 
     @torch.no_grad()
     def choose(self, model: Model, one: Params, data: Data, at: int) -> None:

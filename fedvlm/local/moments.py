@@ -2,9 +2,11 @@
 
 train: A_i = Σ w x xᵀ and B_i = Σ w x yᵀ go up, divided by n_i, w balancing the classes of the client.
 adjust, stage "select": from the sums over all clients, the client computes the heads of every strength λ and text weight c
-with and without its own moments; their accuracies go up.
-adjust, stage "personal": W_i = (A_i + ρ Σ_{j≠i} A_j + μI)⁻¹(B_i + ρ Σ_{j≠i} B_j + μ W_g), ρ and μ chosen on the client's own
-validation data; W_i, ρ and μ never leave it. Of equally good ones, the one nearest to the shared head is taken.
+with and without its own moments; their accuracies go up. Without its moments, examples of classes that nobody else has are
+not scored (with adapter=named they are: its heads come from the names); where no others are left, both accuracies are the
+same.
+adjust, stage "personal": W_i = (A_i + ρ Σ_{j≠i} A_j + μI)⁻¹(B_i + ρ Σ_{j≠i} B_j + μ W_g), the mean over a grid of ρ and μ by
+accuracy on the client's own validation data (`averaged`); nothing of it leaves the client.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fedvlm.keys import NotNegative, Share
 from fedvlm.local import copies
 from fedvlm.local.base import Local, Trained
 from fedvlm.local.model import Model
-from fedvlm.ridge import Gaussian, Moments, Ridge
+from fedvlm.ridge import Bilinear, Gaussian, Moments, Ridge
 from fedvlm.schema import Field, Fields
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ SECOND, CROSS = "second", "cross"  # the moments, in replies and in the message 
 BY_SIZE = "by_size"  # in that message: 1 where clients are weighted by their number of examples
 GAUSSIAN = "gaussian"  # in that message: 1 where heads are those of Gaussian discriminant analysis
 STRENGTHS, TEXTS = "strengths", "texts"  # in that message: the candidates for λ and c
+AVERAGING = "averaging"  # in that message: see `averaged`
 NEWCOMER, CLIENT = "newcomer", "client"  # replies: accuracy without and with the client's own moments, [λ, c]
+SCORED = "scored"  # reply: the number of validation examples
 SELECT, PERSONAL = "select", "personal"  # stages of the step `adjust`
 
 
@@ -69,7 +73,7 @@ class SecondMoments(Local):
     def uploads(self, task: Task, shared: Params) -> Fields:
         found = super().uploads(task, shared)
         if shared:
-            size, classes = ridge.from_params(shared).shape
+            size, classes = len(ridge.from_params(shared)), len(task.classes)
             found |= {SECOND: Field((size * (size + 1) // 2,), update=True), CROSS: Field((size, classes), update=True)}
         return found
 
@@ -111,6 +115,7 @@ class SecondMoments(Local):
         params = copy_per_client(message.shared, len(data)) | copies.adapter_params(own)
         found = [self.adjusted(model, one_of(params, i), message, data, i) for i in range(len(data))]
         values = {k: torch.stack([f[k] for f in found]).to(data.dtype) for k in (NEWCOMER, CLIENT)}
+        values[SCORED] = data.tensor(data.counts("val")).to(data.dtype)
         if message.stage != PERSONAL or not self.keep:
             return own, values
         heads = torch.stack([self.personal_head(model, one_of(params, i), message, data, i) for i in range(len(data))])
@@ -130,35 +135,52 @@ class SecondMoments(Local):
         if message.stage != SELECT:
             return found
         mine, others = self.others(model, params, message, data, at)
-        examples, prior = examples_of(model, params, data, at), text_prior(model.task, message.shared)
+        examples, prior = examples_of(model, params, data, at), text_prior(model, message.shared)
         # nothing of this client is in `others`, so its training examples are as new as its validation examples
-        solver = solver_of(message)
-        sets = {
-            NEWCOMER: (solver(others), examples.x, examples.y),
-            CLIENT: (solver(others.plus(mine)), *examples.validation),
-        }
-        for name, (solved, x, y) in sets.items():
+        known = torch.ones_like(examples.y, dtype=torch.bool)
+        if "bias" in params and not model.adapter.open_vocabulary:
+            known = ridge.occurring(others)[examples.y]
+        sets = {CLIENT: (others.plus(mine), *examples.validation)}
+        sets |= {NEWCOMER: (others, examples.x[known], examples.y[known])} if known.any() else {}
+        for name, (moments, x, y) in sets.items():
+            solved = solver(message, model, moments)
             for row, strength in enumerate(strengths):
                 for column, text in enumerate(texts):
-                    found[name][row, column] = ridge.accuracy(solved.solve(strength, text * prior), x, y)
-        return found
+                    head = by_class(model, solved.solve(strength, text * prior))
+                    found[name][row, column] = ridge.accuracy(head, x, y)
+        return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
     def personal_head(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Tensor:
         mine, others = self.others(model, params, message, data, at)
         x, y = examples_of(model, params, data, at).validation
-        shared, best, most = ridge.from_params(message.shared), ridge.from_params(message.shared), -1.0
-        has_validation = data.counts("val")[at] > 0
-        for share in self.shares if has_validation else self.shares[:1]:
-            solved = solver_of(message)(mine.plus(others, share))
-            for pull in self.pulls if has_validation else self.pulls[:1]:
-                head = solved.solve(pull, shared)
-                if (reached := ridge.accuracy(head, x, y)) > most:
-                    best, most = head, reached
-        return best
+        shared, scored = ridge.from_params(message.shared), int(data.counts("val")[at])
+        heads: list[Tensor] = []
+        for share in self.shares if scored else self.shares[:1]:
+            solved = solver(message, model, mine.plus(others, share))
+            heads += [solved.solve(pull, shared) for pull in (self.pulls if scored else self.pulls[:1])]
+        reached = torch.tensor([ridge.accuracy(by_class(model, head), x, y) for head in heads], dtype=torch.float64)
+        return averaged(heads, reached, scored, float(message.extra[AVERAGING]))
 
 
-def solver_of(message: Message) -> type[Ridge] | type[Gaussian]:
-    return Gaussian if float(message.extra[GAUSSIAN]) else Ridge
+def solver(message: Message, model: Model, moments: Moments) -> Ridge | Gaussian | Bilinear:
+    if model.adapter.open_vocabulary:
+        return Bilinear(moments, model.task.names().double())
+    return Gaussian(moments) if float(message.extra[GAUSSIAN]) else Ridge(moments)
+
+
+def by_class(model: Model, head: Tensor) -> Tensor:
+    """The head of each class [features, classes]: of adapter=named, from its name."""
+    return head @ model.task.names().double().mT if model.adapter.open_vocabulary else head
+
+
+def averaged(heads: list[Tensor], accuracies: Tensor, count: int, averaging: float) -> Tensor:
+    """The mean of the heads with weights exp(accuracy/(averaging · s)), s = 1/(2√count) the largest standard error that the
+    accuracy on so many examples can have: candidates that the examples cannot tell apart count alike. averaging = 0: the
+    first of the best."""
+    if not averaging:
+        return heads[int(accuracies.argmax())]
+    weights = torch.softmax(accuracies * (2 * max(1, count) ** 0.5 / averaging), 0)
+    return torch.stack([weight * head for weight, head in zip(weights, heads, strict=True)]).sum(0)
 
 
 def one_of(params: Params, at: int) -> Params:
@@ -180,10 +202,13 @@ def loss_of(model: Model, params: Params, data: Data, at: int) -> Tensor:
     return each.mean() if mid > low else data.x.new_zeros(())
 
 
-def text_prior(task: Task, shared: Params) -> Tensor:
-    """The class names' embeddings as a head [features, classes], 0 for features beyond the embedding and for the bias."""
-    found = torch.zeros_like(ridge.from_params(shared))
-    if task.text is not None:
+def text_prior(model: Model, shared: Params) -> Tensor:
+    """The class names' embeddings as a head [features, classes], 0 for features beyond the embedding and for the bias; of
+    adapter=named, the identity, which maps names to these."""
+    found, task = torch.zeros_like(ridge.from_params(shared)), model.task
+    if model.adapter.open_vocabulary:
+        found[: task.dim] = torch.eye(task.dim, dtype=found.dtype)
+    elif task.text is not None:
         found[: task.dim] = task.text.double().mT
     return found
 

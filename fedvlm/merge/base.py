@@ -39,6 +39,7 @@ class Merge:
 
     requires_parameters: ClassVar[tuple[str, ...]] = ()  # names of shared parameters that the adapter must have
     reveals: ClassVar[str] = ""  # in words, private data that clients send beside parameters and numbers; "": none
+    any_device: ClassVar[bool] = False  # its round works on replies wherever they are, such as a GPU; not inherited
     partner: ClassVar[str] = ""  # the only local rule it works with; "" any
     # What its mechanism does in a round, by name, with the meaning in words; told by `cohort.acted(name=number)`
     effects: ClassVar[Mapping[str, str]] = {}

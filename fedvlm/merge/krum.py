@@ -1,8 +1,9 @@
 """Krum and multi-Krum (Blanchard et al., 2017): only replies with many near neighbours count.
 
-A reply's score is the sum of squared distances to its n − f − 2 nearest neighbours; the `best` ones are averaged (1 is
-Krum). Reported sizes are not used: they are untrusted under Byzantine clients. Running statistics are averaged with the
-chosen replies, but are no part of a distance: they have another scale than parameters.
+A reply's score is the sum of squared distances to its n − f − 2 nearest neighbours, s_i = Σ ‖w_i − w_j‖²; the `best` ones
+with the smallest score are averaged (1 is Krum). Reported sizes are not used: they are untrusted under Byzantine clients.
+Running statistics are averaged with the chosen replies, but are no part of a distance: they have another scale than
+parameters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""FedAvg's server (McMahan et al., 2017): the mean of the replies, by number of examples or uniform."""
+"""FedAvg's server (McMahan et al., 2017): the mean of the replies, by number of examples or uniform.
+
+w_g ← Σ a_i w_i over the clients that answered, a_i = n_i / Σ n_j (weights=size) or 1 / their number (weights=uniform).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +29,8 @@ class Averaged(NamedTuple):
 @dataclass(frozen=True)
 class Mean(Merge):
     weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+
+    any_device: ClassVar[bool] = True
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         if cohort.secure:
@@ -66,7 +71,7 @@ class Mean(Merge):
             n = reply.values["n"]
             weight = n if self.weights == "size" else torch.ones_like(n)
             for k, v in total.items():
-                v += torch.tensordot(weight, reply.shared[k], dims=1)
+                v += torch.tensordot(weight.to(v.device), reply.shared[k], dims=1)
             for k, v in plain.items():
                 v += reply.values[k].double().sum(0)
             weights |= by_client(reply.ids, weight)

@@ -1,5 +1,6 @@
 """Coordinate-wise median (Yin et al., 2018): fewer than half of the clients cannot move it far, whatever they send.
 
+w_g[k] ← median over clients of w_i[k], the mean of the middle two where their number is even; sizes are not used.
 Of running statistics too: a mean of these would let a single client spoil the network. As moments their medians still fit
 together: half of the clients have E[x]² ≥ m² with m the median of E[x], and so the median of E[x²] is not below m².
 """

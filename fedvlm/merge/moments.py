@@ -2,8 +2,8 @@
 
 W_g = (ΣA + λI)⁻¹(ΣB + λ c T) with T the class names' embeddings: ridge regression on everybody's examples, shrunk towards
 the zero-shot classifier. λ and c are the candidates of `strengths` and `texts` that clients find best (local/moments.py):
-without their own moments, as a newcomer would, and with them. One candidate of each needs no such exchange. Only sums are
-used, so secure=true gives the same.
+without their own moments, as a newcomer would, and with them; W_g is the mean over candidates, weighted by that accuracy.
+One candidate of each needs no such exchange. Only sums are used, so secure=true gives the same.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ import torch
 from torch import Tensor
 
 from fedvlm import ridge
-from fedvlm.adapters.base import Task
+from fedvlm.adapters.base import Adapter, Task
 from fedvlm.core import Cohort, Params, Reply, State
 from fedvlm.errors import FedvlmError
 from fedvlm.keys import NotNegative, Positive
 from fedvlm.local import copies
 from fedvlm.local.model import Model
 from fedvlm.local.moments import (
+    AVERAGING,
     BY_SIZE,
     CLIENT,
     CROSS,
     GAUSSIAN,
     NEWCOMER,
     PERSONAL,
+    SCORED,
     SECOND,
     SELECT,
     STRENGTHS,
     TEXTS,
+    averaged,
     first_best,
     mean_accuracy,
+    solver,
     text_prior,
 )
 from fedvlm.merge.base import Merge, by_client, weight_and_loss
-from fedvlm.ridge import SOLVERS, Moments
-from fedvlm.schema import SHARE, Fields
+from fedvlm.ridge import Moments
+from fedvlm.schema import SHARE, Field, Fields
 from fedvlm.secure.fixed import Summand
 
 LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of length 1 and a 1 give at most 1
@@ -50,9 +54,6 @@ class SumOfMoments(Merge):
     solver: Literal["ridge", "gaussian"] = "ridge"  # a ridge regression, or Gaussian discriminant analysis (TOFA)
     weights: Literal["size", "uniform"] = "uniform"  # of a client: its number of training examples, or the same for all
     strengths: tuple[Positive, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
-    choose: Literal["both", "newcomers", "clients"] = (
-        "both"  # λ and c by accuracy without, with clients' moments, or both
-    )
     texts: tuple[NotNegative, ...] = (
         8,
         4,
@@ -60,12 +61,14 @@ class SumOfMoments(Merge):
         1,
         0,
     )  # c, length of the class names' embeddings: candidates; 0: not used
+    choose: Literal["both", "newcomers", "clients"] = "both"  # by accuracy without or with clients' moments, or both
+    averaging: NotNegative = 0.0  # heads count by exp(accuracy/this many standard errors); 0: the best candidate alone
 
     partner: ClassVar[str] = "moments"
     effects: ClassVar[Mapping[str, str]] = {
-        "strength": "λ that was chosen, in units of the mean eigenvalue of the summed moments",
-        "text": "c that was chosen, the length of the class names' embeddings that the head is shrunk towards",
-        "as_newcomer": "accuracy of the chosen candidate on clients whose moments were left out of it",
+        "strength": "λ of the best candidate, in units of the mean eigenvalue of the summed moments",
+        "text": "c of the best candidate, the length of the class names' embeddings that the head is shrunk towards",
+        "as_newcomer": "accuracy of the best candidate on clients whose moments were left out of it",
     }
 
     def __post_init__(self) -> None:
@@ -83,24 +86,31 @@ class SumOfMoments(Merge):
     def requires_parameters(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("head", "bias") if self.solver == "gaussian" else ("head",)
 
+    def incompatible(self, adapter: Adapter) -> str:
+        if self.solver == "gaussian" and adapter.open_vocabulary:
+            return "solver=gaussian has a mean for each class, and this adapter one map for all; use solver=ridge"
+        return super().incompatible(adapter)
+
     def adjusts(self, task: Task) -> Fields:
         shape = (len(self.strengths), len(self.texts))
-        return {k: SHARE._replace(shape=shape) for k in (NEWCOMER, CLIENT)}
+        scored = Field(low=0, high=1, per="val", whole=True)
+        return {k: SHARE._replace(shape=shape) for k in (NEWCOMER, CLIENT)} | {SCORED: scored}
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         total = self.masked_sum(model, state, cohort) if cohort.secure else self.sum(state, cohort)
         extra = {SECOND: ridge.packed(total.second), CROSS: total.cross, BY_SIZE: torch.tensor(self.weights == "size")}
         extra |= {STRENGTHS: torch.tensor(self.strengths), TEXTS: torch.tensor(self.texts)}
-        extra[GAUSSIAN] = torch.tensor(self.solver == "gaussian")
+        extra |= {GAUSSIAN: torch.tensor(self.solver == "gaussian"), AVERAGING: torch.tensor(self.averaging)}
         dtype = torch.get_default_dtype()
         message = state.message(stage=SELECT, extra={k: v.to(dtype) for k, v in extra.items()})
-        prior = text_prior(model.task, state.shared)
-        row, column = 0, 0
-        if len(self.strengths) * len(self.texts) > 1:
+        prior, solved = text_prior(model, state.shared), solver(message, model, total)
+        accuracies, count = torch.zeros(len(self.strengths), len(self.texts)), 0
+        if accuracies.numel() > 1:
             replies = cohort.ask("adjust", message).values
-            row, column = first_best(mean_accuracy(replies, self.choose))
-            cohort.acted(as_newcomer=float(replies[NEWCOMER][:, row, column].mean()))
-        head = SOLVERS[self.solver](total).solve(self.strengths[row], self.texts[column] * prior)
+            accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
+            cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
+        heads = [solved.solve(strength, text * prior) for strength in self.strengths for text in self.texts]
+        head, (row, column) = averaged(heads, accuracies.reshape(-1), count, self.averaging), first_best(accuracies)
         shared = state.shared | ridge.to_params(head, state.shared)
         cohort.effects |= {"strength": [self.strengths[row]], "text": [self.texts[column]]}
         after = state._replace(shared=shared, server=state.server | {k: message.extra[k] for k in (SECOND, CROSS)})
@@ -126,7 +136,7 @@ class SumOfMoments(Merge):
         return n if self.weights == "size" else torch.ones_like(n)
 
     def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
-        size, classes = ridge.from_params(sent).shape
+        size, classes = len(ridge.from_params(sent)), len(model.task.classes)
         shapes: dict[str, tuple[int, ...]] = {SECOND: (size * (size + 1) // 2,), CROSS: (size, classes)}
         moments = {k: Summand(shape, min(limit, LARGEST), weight="weight") for k, shape in shapes.items()}
         return weight_and_loss(self.weights) | moments

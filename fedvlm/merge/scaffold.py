@@ -1,4 +1,4 @@
-"""SCAFFOLD's server (Karimireddy et al., 2020): mean model, and control variate c += |S|/N · mean(c_i⁺ − c_i)."""
+"""SCAFFOLD's server (Karimireddy et al., 2020): mean model, and control variate c ← c + |S|/N · mean(c_i⁺ − c_i)."""
 
 from __future__ import annotations
 

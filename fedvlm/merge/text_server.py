@@ -2,7 +2,8 @@
 
 All clients thus share the same class vectors. Beside their parameters, clients send the normalised embeddings of their
 training images and the labels. With them the server trains low-rank changes of its text tower by cross-entropy (Adam),
-and sends the class embeddings, which replace the frozen ones. A client needs no text tower.
+Σ −log [e^{scale · t_y·z} / Σ_c e^{scale · t_c·z}] over the embeddings z and labels y that arrived, and sends the class
+embeddings t, which replace the frozen ones. A client needs no text tower.
 
 **Clients send embeddings of private images**: they contain less than the pixels, but enough to tell which images of a
 given set a client holds (`fedvlm attack` measures this). To send less (D.1): a share of them (`upload_share`), a fixed

@@ -29,7 +29,6 @@ from fedvlm.keys import Positive, Share
 from fedvlm.merge.base import Replies
 from fedvlm.merge.classwise import Classwise
 
-
 # at most: 101 classes and 1,000 outsider contexts of very different lengths are then within 0.4 % of the objective after 300
 SWEEPS = 50
 

@@ -1,4 +1,8 @@
-"""Coordinate-wise trimmed mean (Yin et al., 2018): the mean without each coordinate's largest and smallest values."""
+"""Coordinate-wise trimmed mean (Yin et al., 2018): the mean without each coordinate's largest and smallest values.
+
+With the n values of coordinate k sorted, w_g[k] ← (1/(n − 2c)) Σ w_(i)[k] over i = c + 1 … n − c, c = ⌊trim · n⌋, at least 1
+and at most (n − 1)/2. Sizes are not used.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated
