@@ -1,8 +1,8 @@
 """Images encoded per second, from files to stored rows, on one core and on all: `python benchmarks/ahead.py --data FOLDER`.
 
 Each count of cores is a process of its own that may use so many cores (Linux) and torch threads. The floor is the model
-alone, on pixels that are prepared already. Meaningful on a quiet machine only: `busy` is CPU time over wall time, and close
-to the number of cores where nothing else runs and nothing waits.
+alone on one core, on pixels that are prepared already, divided by the number of cores. Meaningful on a quiet machine only:
+`busy` is CPU time over wall time, and close to the number of cores where nothing else runs and nothing waits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import torch
 
 from fedvlm import backbones, console
 from fedvlm.backbones.hf import Clip
+from fedvlm.data.encoding import BATCH, PIECE
 from fedvlm.data.source import decode, open_source
-from fedvlm.data.store import BATCH, features
+from fedvlm.data.store import features
 from fedvlm.machine import cores
 
 
@@ -58,10 +59,13 @@ def probe(data: str, images: int, count: int) -> tuple[float, float, float]:
     assert isinstance(model, Clip)
     source = replace(source, items=source.items[:images])
     ready = [model.prepare(decode(d), "embedding") for _, d in itertools.islice(source.read(), BATCH)]
-    model.images(ready)  # the first call loads the weights
+    torch.set_num_threads(1)
+    model.images(ready[:PIECE])  # the first call loads the weights
     began = time.perf_counter()
-    model.images(ready)
-    floor = (time.perf_counter() - began) / len(ready) * len(source.items)
+    for first in range(0, len(ready), PIECE):
+        model.images(ready[first : first + PIECE])
+    floor = (time.perf_counter() - began) / len(ready) * len(source.items) / count
+    torch.set_num_threads(count)
     began, busy = time.perf_counter(), time.process_time()
     features(source, model)
     return time.perf_counter() - began, time.process_time() - busy, floor

@@ -30,7 +30,7 @@ NETWORKS = {
 }
 SMALL = {"outsiders": ["candidates=200", "count=8"], "lapt": ["candidates=200", "count=8"]}
 RENAMED = {"seemly_mass": "class_like_mass"}  # records that were called otherwise
-TIMES = ("seconds", "started", "void")  # of a record: not a result
+TIMES = ("seconds", "phases", "started", "void")  # of a record: not a result
 
 
 def words_of(name: str, adapter: str) -> list[str]:

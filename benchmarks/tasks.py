@@ -2,6 +2,9 @@
 
     python benchmarks/tasks.py --retina ../shared/data/retina --roles ../shared/data/shakespeare/roles.jsonl.gz
 
+One seed at the paper's width on a GPU, with the time that is left after every round (benchmarks/devices.py retina text
+estimates it from a few rounds): `--seeds 50 --width 64 --precision half --methods fedavg`.
+
 Retina: leave one site out, each site split into three clients; Dice of the shared model on the held-out site (G) and of the
 clients' own models (P). Shakespeare: 31 roles; accuracy over roles: mean, worst and best tenth, variance, of the shared and
 of the clients' own models. Learning rates are the paper's for all methods. Uses a GPU where there is one; the output names
@@ -47,6 +50,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256, help="units of the LSTM")
     parser.add_argument("--size", type=int, default=384, help="pixels along an image's side")
     parser.add_argument("--width", type=int, default=16, help="channels of the U-Net's first level")
+    parser.add_argument("--precision", default="full", help="half: the U-Net in bfloat16, for a GPU")
+    parser.add_argument("--methods", default="", help="only these, separated by commas")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time; 0 is one per core")
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -54,7 +59,8 @@ def main() -> None:
     common |= {"rounds": args.rounds} if args.rounds else {}
     if args.retina:
         sites = {"data": args.retina, "backbone": f"pixels:{args.size}", "protocol": "leave-one-domain-out"}
-        found = run_methods(common | sites | {"on": "unet", "width": args.width}, args.jobs)
+        network = {"on": "unet", "width": args.width, "precision": args.precision}
+        found = run_methods(common | sites | network, args.jobs, args.methods)
         size = f"U-Net of width {args.width}, {args.size} px"
         print(f"\nretina, {size}, {device}: Dice in %, test split, last round, ± std over seeds")
         print("G: shared model on the held-out site; P: clients' own models")
@@ -63,7 +69,7 @@ def main() -> None:
         print_differences(found)
     if args.roles:
         text = {"data": args.roles, "stride": args.stride, "hidden": args.hidden}
-        found = run_methods(common | text | {"on": "lstm"}, args.jobs)
+        found = run_methods(common | text | {"on": "lstm"}, args.jobs, args.methods)
         size = f"LSTM of {args.hidden}, stride {args.stride}"
         print(f"\nShakespeare, 31 roles, {size}, {device}: accuracy in %, test split, last round")
         columns = [
@@ -73,9 +79,11 @@ def main() -> None:
         console.rows(columns, [character_row(*each) for each in found.items()])
 
 
-def run_methods(given: Settings, at_once: int) -> Found:
+def run_methods(given: Settings, at_once: int, only: str) -> Found:
     setups = {name: resolve(name, given) for name in PAPER}
     setups |= {name: resolve("fedavg", given | change) for name, change in MORE.items()}
+    if only:
+        setups = {name: setups[name] for name in only.split(",")}
     began = time.perf_counter()
     found = run_each(setups, at_once, Pools())
     print(f"{sum(map(len, found.values()))} runs in {(time.perf_counter() - began) / 60:.1f} minutes")
@@ -96,7 +104,7 @@ def mask_row(name: str, runs: list[RunFolder]) -> list[str]:
 def print_differences(found: Found) -> None:
     """G minus FedAvg's, seed by seed: a seed gives all methods the same splits."""
     by_seed = {name: seed_scores(runs, "G") for name, runs in found.items()}
-    base = by_seed.pop("fedavg")
+    base = by_seed.pop("fedavg", {})
     for name, scores in by_seed.items():
         pairs = [(g, base.get(seed)) for seed, g in scores.items()]
         change = np.array([100 * (a - b) for a, b in pairs if a is not None and b is not None])

@@ -20,6 +20,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.keys import Key
 from fedvlm.machine import runs_home
 from fedvlm.records import RoundRecord, RunRecord, Select, Value
+from fedvlm.timing import timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +71,8 @@ def compared(methods: Sequence[str], given: dict[str, object], pools: Pools) -> 
 def chosen(method: str, given: Mapping[str, object]) -> Setup:
     """What the user asks for. Later uses of the run need no word of trust."""
     setup = resolve(method, given)
-    trust.remember(setup)
+    with timed("import"):  # it asks for the kind of backbone, which takes torch
+        trust.remember(setup)
     return setup
 
 
@@ -261,13 +263,15 @@ class Runs(Sequence[Run]):
                 made.savefig(path)
         return made
 
-    def report(self, path: str | Path = "report.html", details: bool = False, images: bool = False) -> Path:
+    def report(
+        self, path: str | Path = "report.html", details: bool = False, images: bool = False, tsne: bool = False
+    ) -> Path:
         """One self-contained page. details: also what the models said of test images. images: also some of these images,
-        which are private data."""
+        which are private data. tsne: of the details, image features by t-SNE too (needs scikit-learn)."""
         from fedvlm.report.page import Options, page
 
         trusted = all(r.trusted for r in self)
-        page(self.files, Path(path), Options(details=details, images=images, trusted=trusted))
+        page(self.files, Path(path), Options(details=details, images=images, tsne=tsne, trusted=trusted))
         return Path(path)
 
     def __repr__(self) -> str:
@@ -383,7 +387,8 @@ def encoder(backbone: object) -> Backbone | None:
 
 
 def new_pools() -> Pools:
-    from fedvlm.data.pool import Pools
+    with timed("import"):
+        from fedvlm.data.pool import Pools
 
     return Pools()
 
@@ -424,10 +429,12 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
 
 def check_parts(setups: list[Setup]) -> None:
     """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
+    from fedvlm import launchers
     from fedvlm.sinks import base as sinks
 
     for setup in setups:
         sinks.check(setup.config.log)
+        launchers.check(setup.config.launcher)
         _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 
 

@@ -98,6 +98,10 @@ COMMANDS = {
                 {"action": "store_true", "help": "also example images, which are private data; reads the runs' data"},
             ),
             Argument(
+                "--tsne",
+                {"action": "store_true", "help": "with --details: image features by t-SNE too; needs scikit-learn"},
+            ),
+            Argument(
                 "--watch", {"action": "store_true", "help": "serve the page to this machine while runs go on, no file"}
             ),
             Argument("--port", {"type": int, "default": 8750, "metavar": "N", "help": "of --watch; 0: any free one"}),

@@ -20,8 +20,19 @@ if TYPE_CHECKING:
 
 SEEDS = (50, 77, 98)
 # keys of a run that say what is evaluated, and so hold for the frozen model, too
-EVALUATED: tuple[str, ...] = ("data", "backbone", "template", "names", "split_file", "group", "domains", "classes")
+EVALUATED: tuple[str, ...] = (
+    "data",
+    "backbone",
+    "encode",
+    "template",
+    "names",
+    "split_file",
+    "group",
+    "domains",
+    "classes",
+)
 EVALUATED += ("outsiders", "corrupt", "metrics", "broken", "protocol", "personal_split", "seed", "seeds", "jobs", "out")
+EVALUATED += ("launcher", "launch")
 EVALUATED += tuple(Layout.__annotations__)
 
 

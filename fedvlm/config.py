@@ -33,6 +33,10 @@ NOT_BINDING = (
     "out",
     "seeds",
     "jobs",
+    "launcher",
+    "launch",
+    "workers",
+    "encode",  # see `binding`
     "protocol",
     "timeout",
     "grace",
@@ -85,6 +89,9 @@ class Config(Layout):
 
     data: str = "emoji"  # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
+    encode: Literal["full", "tf32", "half"] = (
+        "full"  # precision of encoding images: float32, TF32 or bfloat16, which are faster on a GPU; stored apart
+    )
     template: str = "a photo of a {}"  # phrase made of a class name; several (commas, FILE, clip) are averaged
     names: str = ""  # a file of class names, .json or .csv of folder → name; "": the folders' own names
     split_file: str = ""  # the same as split=FILE: CoOp's split file, whose images, classes and split are taken
@@ -130,6 +137,7 @@ class Config(Layout):
     engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: an NVIDIA GPU, if any, for networks and prompts
     chunk: Whole = 0  # clients side by side; 0 follows the measured rule
+    workers: Annotated[int, Range(1, 64)] = 1  # stacked, serial: processes that share a run's clients; on all GPUs
     timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
     grace: Annotated[float, Range(0, WEEKS)] = 60.0  # loopback: seconds that the others have once a quorum has answered
     personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
@@ -137,7 +145,9 @@ class Config(Layout):
     threads: Annotated[int, Range(1, 1024)] = 1  # for training; small steps gain nothing from more
     seed: Seed = 50  # of splits, partitions, initial values and batches; the same seed gives the same run
     seeds: tuple[Seed, ...] = ()  # several runs, one per seed
-    jobs: Whole = 0  # runs at a time (bench, protocols); 0 is one per core
+    jobs: Whole = 0  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
+    launcher: Literal["none", "slurm", "ray"] = "none"  # where runs go: none: here; other machines (docs/launchers.md)
+    launch: tuple[str, ...] = ()  # launcher: what a job asks for, NAME:VALUE each, such as gpus_per_node:1
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # trackers that also get each round's numbers
     out: str = ""  # run: the run's folder; several runs: the folder that holds them
 
@@ -219,8 +229,10 @@ class Setup:
 
 
 def binding(settings: Mapping[str, Value]) -> dict[str, Value]:
-    """The run's keys that change its numbers; of the protocols, the one that removes classes does."""
-    return {k: v for k, v in settings.items() if k not in NOT_BINDING or (k, v) == ("protocol", OPEN)}
+    """The run's keys that change its numbers; of the protocols, the one that removes classes does, and of the precisions
+    all but the usual one."""
+    chosen = (("protocol", OPEN), ("encode", "tf32"), ("encode", "half"))
+    return {k: v for k, v in settings.items() if k not in NOT_BINDING or (k, v) in chosen}
 
 
 def key_values(words: list[str]) -> dict[str, str]:

@@ -224,6 +224,10 @@ class Engine(Protocol):
 
     def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed: ...
 
+    def placed(self, state: State) -> State:
+        """The state, with its shared parameters where the engine computes, if the merge can work there, too."""
+        ...
+
     def outputs(self, message: Message, round: int) -> Params:
         """Logits and features on every test example, by view; {} where they stay with the clients."""
         ...

@@ -156,7 +156,10 @@ class RunFolder:
         """After a whole round: the old state stands until the new one is complete."""
         from safetensors.torch import save
 
-        flat = {f"{kind}/{k}": v.contiguous() for kind, params in state._asdict().items() for k, v in params.items()}
+        from fedvlm.local.copies import left_out
+
+        kinds = state._replace(private=left_out(state.private, state.shared))._asdict().items()
+        flat = {f"{kind}/{k}": v.contiguous().cpu() for kind, params in kinds for k, v in params.items()}
         about = {
             "saved": f"{round} {self._checksum(flat, round)}"
         }  # one entry: safetensors writes several in any order
@@ -174,6 +177,7 @@ class RunFolder:
         from safetensors import SafetensorError, safe_open
 
         from fedvlm.core import Params, State
+        from fedvlm.local.copies import filled
 
         path = self.folder / STATE
         if not path.exists():
@@ -193,6 +197,7 @@ class RunFolder:
             raise FedvlmError(f"{path} is damaged or of another version ({error}); {RESTORE}") from error
         if words[1:] != [self._checksum(flat, round)]:
             raise FedvlmError(f"{path} is damaged (checksum), or of another run; {RESTORE}")
+        kinds["private"] = filled(kinds["private"], kinds["shared"])
         state = State(**kinds)
         if state.private and round and self.record.engine.name in KEEPS_ROWS:
             rows = self.folder / "rows.bin"

@@ -106,8 +106,9 @@ class Guard:
 
     def restore(self, offenders: Iterator[Mapping[str, str]]) -> None:
         """The offences of earlier rounds, from their records."""
-        position = {name: i for i, name in enumerate(self.names)}
-        for named in offenders:
+        known = [named for named in offenders if named]
+        position = {name: i for i, name in enumerate(self.names)} if known else {}
+        for named in known:
             for i in (position[name] for name in named if name in position):
                 self.offences[i] = self.offences.get(i, 0) + 1
 
@@ -212,7 +213,7 @@ class Guard:
         factor = (self.bound * median / lengths).nan_to_num(1.0).clamp(max=1.0)  # [clients, 2]
 
         def scaled(value: Tensor, origin: Tensor, by: Tensor) -> Tensor:
-            by = by.view(-1, *[1] * (value.dim() - 1))
+            by = by.to(value.device).view(-1, *[1] * (value.dim() - 1))
             moved = origin + by * (value.double() - origin)
             return torch.where(by < 1, moved.to(value.dtype), value)
 
@@ -259,7 +260,7 @@ def update_lengths(reply: Reply, schema: Schema, sent: Params, dtype: torch.dtyp
     of the numbers, an eighth of the time that float64 takes, or in the given one."""
 
     def length(parts: Iterable[Tensor]) -> Tensor:
-        norms = [torch.linalg.vector_norm(p.reshape(len(p), -1), dim=1, dtype=dtype).double() for p in parts]
+        norms = [torch.linalg.vector_norm(p.reshape(len(p), -1), dim=1, dtype=dtype).double().cpu() for p in parts]
         return torch.stack(norms).norm(dim=0) if norms else torch.zeros(len(reply.ids), dtype=torch.float64)
 
     moved = length(v.to(dtype or v.dtype) - sent[k] for k, v in reply.shared.items())

@@ -98,6 +98,11 @@ class Method:
         """Whether private parameters have shared counterparts, which new clients use."""
         return isinstance(self.adapter, HasSharedTwin) and bool(self.adapter.private)
 
+    @property
+    def merges_anywhere(self) -> bool:
+        """Whether the merge works on shared parameters on a GPU; a subclass of one that does may not."""
+        return self.privacy is None and vars(type(self.merge)).get("any_device", False)
+
     @cached_property
     def views(self) -> tuple[str, ...]:
         return ("shared",) * self.has_shared_model + ("personal",) * self.has_personal_models

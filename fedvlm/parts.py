@@ -42,7 +42,7 @@ KINDS = {
         "engines",
         "fedvlm.engines.base:Engine",
         "fedvlm.engines",
-        ("base", "frames", "remote", "rows", "wire", "worker"),
+        ("base", "frames", "remote", "rows", "device_rows", "spread", "wire", "worker"),
     ),
 }
 AXES = ("adapter", "local", "merge")

@@ -1,27 +1,33 @@
-"""Many runs, a few at a time, each in a process with one thread: faster on small steps than one run with many threads."""
+"""Many runs, a few at a time, each in a process with one thread: faster on small steps than one run with many threads.
+
+Runs that use a GPU are spread over those that are visible here (fedvlm/devices.py): a process sees one of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import sys
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
+import torch
+
+from fedvlm.children import Child, obey
 from fedvlm.data.pool import Pools
+from fedvlm.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
-from fedvlm.interrupts import held, stoppable
+from fedvlm.interrupts import stoppable
+from fedvlm.launchers import HERE
+from fedvlm.launchers.base import run_elsewhere
 from fedvlm.machine import cores
 from fedvlm.planning import Job
 from fedvlm.records import RoundRecord
-from fedvlm.train import OnRound, train
+from fedvlm.train import OnRound, device_of, train
 
 MOST = 60 if sys.platform == "win32" else sys.maxsize  # processes; Windows waits for 63 pipes at most
 
@@ -52,7 +58,8 @@ def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> 
 
 
 def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
-    if len(jobs) == 1:
+    elsewhere = bool(jobs) and jobs[0].setup.config.launcher != HERE
+    if len(jobs) == 1 and not elsewhere:
         ((setup, folder),) = jobs
         return [train(setup, pools.load(setup), folder, lambda record: report(0, record, ""))]
     failed: dict[int, str] = {}
@@ -62,12 +69,13 @@ def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) ->
         if error:
             failed[i] = error
 
-    at_once = at_once or cores()
-    if at_once == 1:
+    if elsewhere:
+        run_elsewhere(jobs, at_once, pools, partial(report, error=""), ended)
+    elif (at_once or max(cores(), len(visible()))) == 1:
         for i, job in enumerate(jobs):
             ended(i, attempt(job, pools, partial(report, i, error="")))
     else:
-        _in_processes(jobs, min(at_once, MOST), report, ended)
+        _in_processes(jobs, at_once, report, ended)
     finished = [RunFolder(job.folder) for i, job in enumerate(jobs) if i not in failed]
     if failed:
         raise RunsFailed(f"{len(failed)} of {len(jobs)} runs failed:\n  {reasons(jobs, failed)}", finished)
@@ -96,22 +104,28 @@ def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
 
 def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Callable[[int, str], None]) -> None:
     """A process takes one run after the other. Where one dies, its run is tried once more in a new process."""
-    waiting, died = deque(range(len(jobs))), Counter[int]()
+    waiting, died = list(range(len(jobs))), Counter[int]()
     idle: list[_Process] = []
     busy: dict[Connection, tuple[_Process, int]] = {}
+    gpus = visible()
+    places = Places(len(gpus), at_once)
     try:
         while waiting or busy:
-            while waiting and len(busy) < at_once:
-                process, i = idle.pop() if idle else _Process(), waiting.popleft()
+            for i in list(waiting):
+                if len(busy) >= MOST or (place := places.take(bool(gpus) and on_gpu(jobs[i]))) is None:
+                    continue
+                waiting.remove(i)
+                process = process_at(place, gpus, idle)
                 busy[process.pipe] = process, i
                 process.give(jobs[i])
             ready = wait(busy)
             for pipe in [p for p in busy if p in ready]:
                 process, i = busy[pipe]
                 try:
-                    record, error = pipe.recv()
+                    record, error, share = pipe.recv()
                 except (EOFError, OSError):  # the child is dead, perhaps in the middle of a record
                     del busy[pipe]
+                    places.leave(process.place)
                     how = process.end()
                     died[i] += 1
                     if died[i] == 1:
@@ -121,8 +135,10 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
                         advice = "what was saved stands, and the same command goes on (jobs=1 needs the least memory)"
                         ended(i, f"its process died twice ({how}); {advice}")
                     continue
+                places.learn(share)
                 if record is None:
                     del busy[pipe]
+                    places.leave(process.place)
                     idle.append(process)
                     ended(i, error)
                 else:
@@ -132,56 +148,36 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
             process.end()
 
 
-class _Process:
-    """A child and a pipe to it alone: with a queue that all share, one killed while it sends could block the others."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.child = context.Process(target=_serve, args=(theirs,))
-        with _main_hidden(), held():  # Ctrl-C while it imports torch would print a traceback
-            self.child.start()
-        theirs.close()  # the child alone holds it now, so the pipe ends when the child does
-
-    def give(self, job: Job) -> None:
-        with contextlib.suppress(OSError):  # it is dead already: reading from it says so
-            self.pipe.send(job)
-
-    def end(self) -> str:
-        """Ends it, where it is not dead already; how it ended, in words."""
-        self.pipe.close()
-        self.child.kill()
-        self.child.join()
-        code = self.child.exitcode or 0
-        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+def on_gpu(job: Job) -> bool:
+    return device_of(job.setup) == "cuda"
 
 
-@contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Children do not run the user's script again: without this, a script that calls `fedvlm.bench` would need a
-    `if __name__ == "__main__"` guard."""
-    script = vars(sys.modules["__main__"])
-    hidden: dict[str, object] = {n: script.pop(n) for n in ("__file__", "__spec__") if n in script}
-    script["__spec__"] = None
-    try:
-        yield
-    finally:
-        script.update(hidden)
+def process_at(place: int, gpus: Sequence[str], idle: list[_Process]) -> _Process:
+    """An idle process there, or a new one, in whose place an idle one elsewhere ends."""
+    for process in idle:
+        if process.place == place:
+            idle.remove(process)
+            return process
+    if idle:
+        idle.pop().end()
+    return _Process(place, "" if place == ON_CPU else gpus[place])
 
 
-def _serve(pipe: Connection) -> None:
+class _Process(Child):
+    def __init__(self, place: int = ON_CPU, gpu: str = "") -> None:
+        """`gpu`: the only one that it sees; "": all."""
+        self.place = place
+        super().__init__(_serve, gpu)
+
+
+def _serve(pipe: Connection, gpu: str) -> None:
     """The child: trains what comes through the pipe, until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its children
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    if gpu:
+        os.environ[VISIBLE] = gpu  # in time: CUDA reads it when it is first used
+    obey()
     pools = Pools()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            pipe.send((None, attempt(pipe.recv(), pools, lambda record: pipe.send((record, "")))))
-
-
-def _exit_with_parent() -> None:
-    """A bench that is killed takes its runs along: what they saved stands, and no process holds them."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(1)
+            error = attempt(pipe.recv(), pools, lambda record: pipe.send((record, "", share_in_use())))
+            torch.cuda.empty_cache()  # for the others on this GPU
+            pipe.send((None, error, share_in_use()))

@@ -194,6 +194,7 @@ class Result:
     bounded: int = 0  # rounds in which an update was shortened (bound=)
     quarantined: list[str] = field(default_factory=list)  # clients that offended and were no longer asked
     privacy: PrivacyRecord | None = None  # dp=
+    phases: dict[str, float] = field(default_factory=dict)  # seconds by phase, since its process began (timing.py)
 
     def at(self, select: Select) -> RoundRecord:
         return self.last if select == "last" else self.selected

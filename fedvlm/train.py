@@ -29,6 +29,7 @@ from fedvlm.records import Result, RoundRecord
 from fedvlm.sampling import cohort_size, sampled
 from fedvlm.secure.settings import Secure, check_secure
 from fedvlm.sinks.base import opened
+from fedvlm.timing import clock, timed
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
@@ -125,6 +126,8 @@ def play_rounds(
     if saved := run.load():
         state, start = saved
         check_state(state, method, run.folder / STATE, first)
+    if not config.secure:
+        state = engine.placed(state)
     run.rewind(start)
     guard.restore(r.get("offences", {}) for r in run.rounds())
     void = 0
@@ -138,7 +141,8 @@ def play_rounds(
         if round:
             cohort = sample(setup, federation, engine, guard, round)
             try:
-                state, void = usable(method.round(state, cohort), state), 0
+                with timed("rounds"):
+                    state, void = usable(method.round(state, cohort), state), 0
             except VoidRound as lack:  # an outage passes: the shared model stays as it is
                 void += 1
                 if void == MAX_VOID:
@@ -154,7 +158,8 @@ def play_rounds(
         if round == last_round or round % config.evaluate == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
-                record |= evaluate(method, federation, check, state.message(), config.personal_split)
+                with timed("evaluate"):
+                    record |= evaluate(method, federation, check, state.message(), config.personal_split)
             except NoQuorum as lack:
                 if round == last_round:
                     raise NoQuorum(f"the last round cannot be scored; {lack}") from lack
@@ -164,12 +169,14 @@ def play_rounds(
             record |= diagnose(method, federation, engine, guard, state.message(), round)
         record |= guard.end_round(round)
         record["seconds"] = six_digits(time.perf_counter() - began)
-        run.append(record)
-        run.save(state, round)
+        with timed("write"):
+            run.append(record)
+            run.save(state, round)
         on_round(record)
         if round == last_round:
             break
-    outputs = engine.outputs(state.message(), config.rounds)
+    with timed("evaluate"):
+        outputs = engine.outputs(state.message(), config.rounds)
     if outputs:
         run.write("outputs.safetensors", save(with_items(outputs, federation)))
     run.finish(result(method, federation, run.rounds()))
@@ -247,6 +254,7 @@ def result(method: Method, federation: Federation, records: list[RoundRecord]) -
         bounded=sum("bounded" in r for r in records),
         quarantined=records[-1].get("quarantined", []),
         privacy=recorded(method.privacy, records[-1]["round"]) if method.privacy else None,
+        phases={phase: six_digits(seconds) for phase, seconds in clock.taken().items()},
     )
 
 

@@ -25,7 +25,7 @@ SAME = {
     "device": ("gpu", "gpus", "cuda", "use_cuda", "use_gpu", "device_id", "num_gpus", "no_cuda", "accelerator"),
     "seed": ("random_seed", "manual_seed", "random_state", "rng"),
     "out": ("output", "output_dir", "outdir", "save_dir", "log_dir", "logdir", "result_dir", "save_path", "folder"),
-    "jobs": ("workers", "num_workers", "n_jobs", "nproc", "parallel", "processes"),
+    "jobs": ("num_workers", "n_jobs", "nproc", "parallel", "processes"),
     "evaluate": ("eval_gap", "eval_every", "test_freq", "eval_interval", "eval_freq", "evaluate_every", "val_interval"),
     "dropout": ("client_drop_rate", "drop_rate", "straggler_rate"),
     "template": ("prompt_template", "prompt", "templates", "text_template"),

@@ -38,7 +38,7 @@ def test_bench_takes_several_methods():
 
 def test_keys_are_those_of_the_method_and_of_the_parts_that_were_chosen():
     assert complete("fedvlm run fedot blo") == ["blocks="] and complete("fedvlm run fedavg blo") == []
-    assert complete("fedvlm run fedot l") == ["local=", "log=", "lr="]
+    assert complete("fedvlm run fedot l") == ["launch=", "launcher=", "local=", "log=", "lr="]
     assert complete("fedvlm run fedprox m")[-1] == "mu=" and "mu=" not in complete("fedvlm run fedavg m")
     assert "mu=" in complete("fedvlm run fedavg local=prox m")
     assert "hidden=" not in complete("fedvlm run ga h") and "hidden=" in complete("fedvlm run ga on=lstm h")
@@ -46,8 +46,8 @@ def test_keys_are_those_of_the_method_and_of_the_parts_that_were_chosen():
 
 
 def test_a_key_that_was_given_is_not_offered_again():
-    assert complete("fedvlm run fedot lr=0.1 l") == ["local=", "log="]
-    assert complete("fedvlm run fedot lr=0.1 local=prox l") == ["log="]
+    assert complete("fedvlm run fedot lr=0.1 l") == ["launch=", "launcher=", "local=", "log="]
+    assert complete("fedvlm run fedot lr=0.1 local=prox l") == ["launch=", "launcher=", "log="]
 
 
 def test_keys_of_a_users_recipe_and_part(tmp_path, monkeypatch):

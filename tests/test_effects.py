@@ -71,6 +71,14 @@ def test_a_run_shows_what_its_mechanisms_did(run, capsys):
     assert [e.name for e in effects(run)] and all(e.meaning for e in effects(run))
 
 
+def test_a_run_shows_where_its_time_went(run, capsys):
+    phases = run.record.finished.phases
+    assert {"rounds", "evaluate", "write"} <= phases.keys() and all(seconds >= 0 for seconds in phases.values())
+    assert main(["show", str(run.folder)]) == 0
+    told = capsys.readouterr().out
+    assert "time: " in told and "rounds " in told.partition("time: ")[2]
+
+
 def test_the_page_shows_mechanisms_and_what_left_the_clients(run, tmp_path):
     frame = pack(Header("train", 1), {"shared": {"w1": torch.zeros(2, 3)}})
     received = ledger.Ledger(run.folder / ledger.RECEIVED)

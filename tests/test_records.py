@@ -74,7 +74,7 @@ def test_the_first_format_is_read(old):
     assert record.data.images == 150 and record.clients == ["noto", "openmoji", "twemoji"] and record.unseen == ["noto"]
     assert record.homes == raw["homes"] and record.versions == raw["versions"] and record.given == raw["given"]
     assert record.metrics == [] and record.published == {} and record.seed == 50
-    later = {"void": 0, "bounded": 0, "quarantined": [], "privacy": None}
+    later = {"void": 0, "bounded": 0, "quarantined": [], "privacy": None, "phases": {}}
     assert dataclasses.asdict(record.finished) == raw["result"] | later and old.done
     assert [r["round"] for r in old.rounds()] == [0, 1, 2, 3] and old.rounds()[-1] == record.finished.last
     assert RunRecord.from_json(record.to_json()) == record

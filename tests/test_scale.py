@@ -244,7 +244,7 @@ def test_the_images_ahead_have_bounded_pixels(tmp_path, monkeypatch):
         begun.append(len(begun))
         return ahead.Ready(Image.new("RGB", (3, 2)), 6)
 
-    for taken, (file, image) in enumerate(ahead.read_ahead(files, make)):
+    for taken, (file, image) in enumerate(ahead.read_ahead(files, make, 128)):
         assert file is files[taken] and image().pixels == 6 and len(begun) <= taken + 4
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedvlm.backbones.base import ViewFormat
 from fedvlm.core import FedvlmError
-from fedvlm.data import store
+from fedvlm.data import encoding
 from fedvlm.data.source import Source, digest, open_source
 from fedvlm.data.store import features, fingerprint, listing, open_view, prune, text_embeddings
 
@@ -171,7 +171,7 @@ def test_a_cache_path_that_is_a_file_is_an_error(source, tmp_path, monkeypatch):
 
 def write_concurrently(folder: str, barrier) -> None:
     """Run in a process of its own: writes many small segments, starting at the same time as the other process."""
-    store.BATCH, store.SEGMENT_ROWS = 2, 3
+    encoding.BATCH, encoding.SEGMENT_ROWS = 2, 3
     source = open_source(folder)
     barrier.wait(60)
     x, _, _ = features(source, Colours())

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedvlm.data.source import open_source
+
 TOOLS = Path(__file__).parent.parent / "tools"
 TRAIN, TEST = 15, 12  # images, in five sheets and in one
 
@@ -62,6 +64,14 @@ def test_per_class_keeps_the_first_images_and_reads_the_test_split_first(tmp_pat
     names = {c.name: sorted(p.stem for p in c.iterdir()) for c in (tmp_path / "out").iterdir()}
     assert names["cat"] == ["test-00001", "test-00005"]  # two in test: none from train
     assert names["dog"] == ["test-00007", "train-00005"]  # one in test
+
+
+def test_splits_are_folders_where_asked(tmp_path):
+    package(tmp_path / "p.tgz", labels())
+    assert cifar10(tmp_path / "out", "--package", tmp_path / "p.tgz", "--splits").returncode == 0
+    source = open_source(str(tmp_path / "out"))
+    assert [sum(i.split == part for i in source.items) for part in ("train", "test")] == [TRAIN, TEST]
+    assert (tmp_path / "out" / "test" / "truck" / "00000.png").exists() and len(source.classes) == 10
 
 
 def test_another_package_is_an_error(tmp_path):

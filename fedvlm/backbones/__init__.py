@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Literal, cast
@@ -74,7 +74,15 @@ def load(name: str) -> Backbone:
 
 
 def of_folder(name: str, folder: Path) -> Backbone:
-    """The model in a folder, by its layout."""
+    """The model in a folder, by its layout: the same object as long as the files stay the same, so that weights are read
+    once in a process."""
+    from fedvlm.backbones import model_folder
+
+    return _of_folder(name, folder, model_folder.fingerprint(folder))
+
+
+@lru_cache(maxsize=2)
+def _of_folder(name: str, folder: Path, fingerprint: str) -> Backbone:
     from fedvlm.backbones import model_folder
     from fedvlm.backbones.hf import Clip
     from fedvlm.backbones.siglip import Siglip

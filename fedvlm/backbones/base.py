@@ -1,7 +1,10 @@
 """The interface of a frozen encoder. A black box offers images → embeddings and nothing else."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -60,6 +63,46 @@ class PreparesImages(Protocol):
     def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
         """What `images` and `encode` take in the place of the image, with the same result to the bit."""
         ...
+
+
+@runtime_checkable
+class SafeInThreads(Protocol):
+    """A backbone that several threads may call at once."""
+
+    safe_in_threads: bool
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+Precision = Literal["full", "tf32", "half"]
+
+
+@runtime_checkable
+class HasPrecisions(Protocol):
+    """A backbone that can compute in less than float32."""
+
+    precision: Precision
+
+    def in_precision(self, precision: Precision) -> Backbone:
+        """The same model, whose images are encoded in that precision."""
+        ...
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Inside it, this thread computes in the backbone's precision."""
+        ...
+
+
+def in_precision(backbone: Backbone, precision: Precision) -> Backbone:
+    """The backbone, or an error where it cannot compute so."""
+    if precision == "full":
+        return backbone
+    if not isinstance(backbone, HasPrecisions):
+        raise FedvlmError(
+            f"encode={precision}: backbone={backbone.name} has a precision of its own; leave encode= out, or give a model "
+            "in a folder"
+        )
+    return backbone.in_precision(precision)
 
 
 def offered(backbone: Backbone, view: str) -> str:

@@ -6,11 +6,13 @@ The weights are loaded on first use, so a run whose features are all stored does
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -19,12 +21,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm.backbones.base import RAW, ViewFormat
+from fedvlm.backbones.base import RAW, Backbone, Precision, ViewFormat
 from fedvlm.backbones.model_folder import PREPROCESSING, ModelConfig, VisionConfig, fingerprint, loading, read_config
+from fedvlm.backbones.preprocessing import TwoSteps, in_two_steps
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.backbones.whole import WholeModel
 from fedvlm.core import FedvlmError
+from fedvlm.timing import timed
 
 if TYPE_CHECKING:  # transformers takes seconds to import: only where a model is loaded
     from transformers import CLIPModel, CLIPTokenizer, PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
@@ -58,13 +62,12 @@ class Processor(Normalisation, Protocol):
 
 def clip_processor(folder: str | Path) -> Processor:
     """CLIP's preprocessing by PIL, which gives the same pixels with and without torchvision installed."""
-    try:
-        from transformers import CLIPImageProcessorPil
-    except ImportError:  # older versions have one class, which uses PIL
-        from transformers import CLIPImageProcessor
+    with timed("import"):
+        import transformers
 
-        return cast(Processor, CLIPImageProcessor.from_pretrained(folder))
-    return cast(Processor, CLIPImageProcessorPil.from_pretrained(folder))
+        # older versions have one class, which uses PIL
+        kind = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+    return cast(Processor, kind.from_pretrained(folder))
 
 
 @contextlib.contextmanager
@@ -81,6 +84,17 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+@contextlib.contextmanager
+def tf32() -> Iterator[None]:
+    """With products in TF32, in all threads: torch has one setting."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 Model = TypeVar("Model", bound="PreTrainedModel")
 
 
@@ -88,10 +102,14 @@ class HuggingFaceModel(Generic[Model]):
     """What CLIP and vision-only encoders share: a folder, a fingerprint, and a model that is loaded on first use."""
 
     black_box = False
+    safe_in_threads = True
+    precision: Precision = "full"
+    full: Self | None = None  # the same model in full precision, whose weights this one uses
     kind: ClassVar[str]  # name of the class in transformers
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder, self.fingerprint = name, folder, fingerprint(folder)
+        with timed("load"):
+            self.name, self.folder, self.fingerprint = name, folder, fingerprint(folder)
         self.check_preprocessing()
 
     def check_preprocessing(self) -> None:
@@ -104,7 +122,8 @@ class HuggingFaceModel(Generic[Model]):
 
     def load(self) -> Model:
         """A new copy of the frozen model, float32 on the CPU."""
-        import transformers
+        with timed("import"):
+            import transformers
 
         kind: type[Model] = getattr(transformers, self.kind)
         options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
@@ -127,19 +146,51 @@ class HuggingFaceModel(Generic[Model]):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @cached_property
+    def frozen(self) -> Model:
+        """The model on the CPU, read once; its tensors are shared and must not change."""
+        with timed("load"):
+            return self.load()
+
+    @cached_property
     def model(self) -> Model:
+        if self.full is not None:
+            return self.full.model
         torch.backends.cudnn.allow_tf32 = False  # stored features should not depend on the device that computed them
-        model = self.load()
-        cast(nn.Module, model).to(self.device)  # in place; transformers' own `to` is not typed
+        if self.device.type == "cpu":
+            return self.frozen
+        frozen = self.frozen
+        with timed("load"):
+            model = copy.deepcopy(frozen)
+            cast(nn.Module, model).to(self.device)  # in place; transformers' own `to` is not typed
         return model
+
+    def in_precision(self, precision: Precision) -> Backbone:
+        made = copy.copy(self)
+        made.precision, made.full = precision, self
+        return cast(Backbone, made)
+
+    def computing(self) -> AbstractContextManager[object]:
+        if self.precision == "half":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return tf32() if self.precision == "tf32" else contextlib.nullcontext()
+
+    @cached_property
+    def steps(self) -> TwoSteps | None:
+        return in_two_steps(self.processor)
 
     def pixels(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
         """Of images, or of what `Clip.prepare` made of each of them."""
-        if any(isinstance(image, Tensor) for image in images):
-            each = [i if isinstance(i, Tensor) else self.pixels([i])[0].cpu() for i in images]
-            return torch.stack(each).to(self.device)
-        plain = cast(Sequence[Image.Image], images)
-        return self.processor(images=list(plain), return_tensors="pt")["pixel_values"].to(self.device)
+        prepared = [image for image in images if isinstance(image, Tensor)]
+        if not prepared:
+            plain = cast(Sequence[Image.Image], images)
+            return self.processor(images=list(plain), return_tensors="pt")["pixel_values"].to(self.device)
+        if len(prepared) < len(images):
+            return torch.cat([self.pixels([image]) for image in images])
+        found = torch.stack(prepared)
+        if self.device.type == "cuda":
+            found = found.pin_memory()  # so that the copy does not wait for what the device computes
+        found = found.to(self.device, non_blocking=True)
+        return self.steps.values(found) if self.steps and found.dtype == torch.uint8 else found
 
     @cached_property
     def processor(self) -> Processor:
@@ -179,22 +230,25 @@ class Clip(HuggingFaceModel["CLIPModel"]):
 
     @cached_property
     def processor(self) -> Processor:
-        with loading(self.folder):
+        with timed("load"), loading(self.folder):
             return clip_processor(self.folder)
 
     @cached_property
     def tokenizer(self) -> CLIPTokenizer:
-        from transformers import CLIPTokenizer
+        with timed("import"):
+            from transformers import CLIPTokenizer
 
-        with loading(self.folder):
+        with timed("load"), loading(self.folder):
             tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
         return tokenizer
 
     def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
-        """Its pixels, for the views that the model computes; of CLIP, whose processor takes images one by one."""
-        if view == "pixels" or self.kind != Clip.kind:
+        """Its pixels as uint8; of CLIP, whose processor takes images one by one."""
+        if self.kind != Clip.kind:
             return image
-        return self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
+        if self.steps:
+            return self.steps.pixels(image)
+        return image if view == "pixels" else self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
 
     @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
@@ -240,6 +294,9 @@ class Clip(HuggingFaceModel["CLIPModel"]):
             return self.hidden(images, self.layers_below(view))
         if view == "patches":
             return self.patches(images)
+        prepared = [self.prepare(i, view) if isinstance(i, Image.Image) else i for i in images]
+        if all(isinstance(i, Tensor) for i in prepared):
+            return torch.stack(cast(list[Tensor], prepared))
         found = self.processor(images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt")
         return found["pixel_values"].to(torch.uint8)
 
@@ -278,21 +335,21 @@ class Clip(HuggingFaceModel["CLIPModel"]):
 
     @cached_property
     def image_tower(self) -> ImageTower:
-        model = self.load()
+        model = copy.deepcopy(self.frozen)  # whoever trains it may move it to another device
         return ImageTower(model.vision_model, model.visual_projection, self.processor)
 
     @cached_property
     def text_tower(self) -> TextTower:
-        return TextTower.of(self.load(), self.tokenizer)
+        return TextTower.of(self.frozen, self.tokenizer)
 
     @cached_property
     def both_towers(self) -> Towers:
-        model = self.load()
+        model = self.frozen
         return Towers(ImageLayers.of(model), TextTower.of(model, self.tokenizer))
 
     @cached_property
     def whole_model(self) -> WholeModel:
-        model = self.load()
+        model = copy.deepcopy(self.frozen)
         image = ImageTower(model.vision_model, model.visual_projection, self.processor)
         return WholeModel(image, model, self.tokenizer)
 

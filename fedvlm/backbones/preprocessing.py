@@ -1,10 +1,13 @@
-"""Images as open_clip prepares them: resized and cropped by PIL, then normalised."""
+"""Images as open_clip prepares them: resized and cropped by PIL, then normalised; and the preprocessing of any CLIP in two
+steps, of which the second is done for a batch, where the model is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from fedvlm.core import FedvlmError
 
+LEVELS = 256  # of a channel
 INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
@@ -70,3 +74,89 @@ def preprocessing_of(name: str, size: int, given: Mapping[str, object]) -> Prepr
 def _three(values: object) -> tuple[float, ...] | None:
     found = values if isinstance(values, list) and len(values) == 3 else []
     return tuple(map(float, found)) if found and all(isinstance(v, int | float) for v in found) else None
+
+
+class PreparesBatches(Protocol):
+    """transformers' image processors, and `Preprocessing`."""
+
+    def __call__(
+        self, images: list[Image.Image], *, return_tensors: Literal["pt"], **options: bool
+    ) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class TwoSteps:
+    """A processor as uint8 pixels, made image by image, and a table of what becomes of each value in each channel. Results
+    are the same to the bit, a quarter of the bytes go to the device, and threads hardly wait for Python's lock."""
+
+    pixels: Callable[[Image.Image], Tensor]  # uint8 [3, height, width]
+    table: Tensor  # [3, 256]
+
+    def values(self, pixels: Tensor) -> Tensor:
+        """float32 [images, 3, height, width] of uint8, on the same device."""
+        if pixels.device.type != "cpu":
+            return self.gathered(pixels)
+        found = np.empty(pixels.shape, np.float32)
+        for channel, table in enumerate(self.table.numpy()):
+            found[:, channel] = table[pixels[:, channel].numpy()]
+        return torch.from_numpy(found)
+
+    def gathered(self, pixels: Tensor) -> Tensor:
+        """As `values`, by torch, which takes several times as long as NumPy on a CPU."""
+        first = LEVELS * torch.arange(3, device=pixels.device, dtype=torch.int32)[:, None, None]
+        return self.table.to(pixels.device).flatten()[pixels.int() + first]
+
+
+def in_two_steps(processor: PreparesBatches) -> TwoSteps | None:
+    """None where the processor's results do not come out so for images of three shapes."""
+    slow = partial(_pixels_by, processor)
+    _, height, width = slow(_levels(64, 48)).shape
+    samples = [_levels(width, height), _levels(2 * width + 37, height + 5), _levels(width // 2 + 3, 3 * height)]
+    pixels = [slow(image) for image in samples]
+    values = [processor(images=[image], return_tensors="pt")["pixel_values"][0] for image in samples]
+    table = torch.full((3, LEVELS), torch.nan)
+    for channel in range(3):
+        table[channel, pixels[0][channel].flatten().int()] = values[0][channel].flatten()
+    quick = _resizer(processor)
+    with suppress(Exception):  # of an attribute that has another meaning in another version
+        if quick and all(torch.equal(quick(i), p) for i, p in zip(samples, pixels, strict=True)):
+            slow = quick  # type: ignore[assignment]
+    made = TwoSteps(slow, table)
+    same = all(torch.equal(made.values(p[None])[0], v) for p, v in zip(pixels, values, strict=True))
+    return made if same and not table.isnan().any() else None
+
+
+def _levels(width: int, height: int) -> Image.Image:
+    """An image with all values in all channels, if it has as many pixels."""
+    values = np.arange(height * width * 3).reshape(height, width, 3)
+    return Image.fromarray((values // 3 + 85 * (values % 3)).astype(np.uint8))
+
+
+def _pixels_by(processor: PreparesBatches, image: Image.Image) -> Tensor:
+    found = processor(images=[image], return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
+    return found.to(torch.uint8)
+
+
+def _resizer(processor: PreparesBatches) -> Callable[[Image.Image], Tensor] | None:
+    """The first step without transformers' checks, which take longer than resizing; None where it is not known."""
+    if isinstance(processor, Preprocessing):
+        return lambda image: _channels_first(processor.resized(image))
+    try:
+        short, crop = int(processor.size["shortest_edge"]), processor.crop_size  # type: ignore[attr-defined]
+        size, how = (int(crop["width"]), int(crop["height"])), Image.Resampling(processor.resample)  # type: ignore[attr-defined]
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+    return lambda image: _channels_first(_resized(image, short, size, how))
+
+
+def _resized(image: Image.Image, short: int, crop: tuple[int, int], how: Image.Resampling) -> Image.Image:
+    """As transformers' CLIP processors do it."""
+    image = image if image.mode == "RGB" else image.convert("RGB")
+    least = min(image.size)
+    width, height = (int(short * side / least) for side in image.size)
+    left, top = (width - crop[0]) // 2, (height - crop[1]) // 2
+    return image.resize((width, height), how).crop((left, top, left + crop[0], top + crop[1]))
+
+
+def _channels_first(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))

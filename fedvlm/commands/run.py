@@ -7,6 +7,7 @@ import argparse
 from fedvlm import api, console
 from fedvlm.commands.output import run_and_show, show_table
 from fedvlm.config import key_values
+from fedvlm.interrupts import shell_line
 
 
 def main(args: argparse.Namespace) -> None:
@@ -24,5 +25,9 @@ def main(args: argparse.Namespace) -> None:
         return show_plan(setup, sampled(setup, sketch(setup, pools)))
     jobs = api.plan([setup], pools)
     run_and_show(jobs, setup.config.jobs, pools, args)
-    where = f"run folder: {jobs[0].folder}" if len(jobs) == 1 else f"{len(jobs)} runs in {jobs[0].folder.parent}"
-    console.line(where)
+    if len(jobs) > 1:
+        return console.line(f"{len(jobs)} runs in {jobs[0].folder.parent}")
+    folder = str(jobs[0].folder)
+    console.line(f"run folder: {folder}")
+    for words in (["report", folder, "--details"], ["predict", folder, "IMAGE"]):
+        console.line("next: " + shell_line(["fedvlm", *words]))

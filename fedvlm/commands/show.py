@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedvlm import api, console, recipe
 from fedvlm.config import key_values
+from fedvlm.units import duration
 
 SCORES = ("G", "S", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
 
@@ -67,6 +68,9 @@ def show_run(folder: Path) -> None:
     named = {"S": last.get("shared", {}).get("test"), **last}
     scores = {k: v for k in SCORES if isinstance(v := named.get(k), int | float)}
     console.rows(["score", "test, %"], [[k, f"{100 * v:.1f}"] for k, v in scores.items()])
+    if record.result and record.result.phases:
+        parts = sorted(record.result.phases.items(), key=lambda part: -part[1])
+        console.line("time: " + ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in parts))
     if answers := questions.read(folder):
         console.show(questions.table(answers))
     found = effects(run)

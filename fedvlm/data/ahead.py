@@ -20,8 +20,6 @@ from fedvlm.data import images
 from fedvlm.data.images import BadImage, decode, opened
 from fedvlm.machine import cores
 
-DEPTH = 128  # images ahead: two batches
-
 Transform = Callable[[Image.Image], Image.Image]
 
 
@@ -51,9 +49,9 @@ def ready(backbone: Backbone, view: str, data: bytes, transform: Transform | Non
 
 
 def read_ahead(
-    files: Iterable[Wanted], make: Callable[[bytes, Transform | None], Ready]
+    files: Iterable[Wanted], make: Callable[[bytes, Transform | None], Ready], depth: int
 ) -> Iterator[tuple[Wanted, Callable[[], Ready]]]:
-    """The files in their order, each with a function that waits for its image (and raises `BadImage`). At most DEPTH
+    """The files in their order, each with a function that waits for its image (and raises `BadImage`). At most `depth`
     images of together PIXELS pixels are made ahead, each content once."""
     waiting: deque[tuple[Wanted, Future[Ready] | None, int]] = deque()
     begun: set[bytes] = set()
@@ -76,7 +74,7 @@ def read_ahead(
                 begun.add(wanted.key)
             waiting.append((wanted, future, size))
             held += size
-            while len(waiting) > DEPTH:
+            while len(waiting) > depth:
                 first, made, its = waiting.popleft()
                 held -= its
                 yield next_of(first, made)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm import files
-from fedvlm.data.columns import NumberedItems, Words
+from fedvlm.data.columns import NumberedItems, Words, constant
 from fedvlm.data.source import NO_DOMAIN, Embeddings, Source
 from fedvlm.errors import FedvlmError
 
@@ -49,7 +48,7 @@ def open_embeddings(path: Path) -> Source:
     home = _numbers(path, "domain", found.get("domain", torch.zeros(len(y), dtype=torch.int64)))
     if home.shape != y.shape or int(home.min()) < 0 or int(home.max()) >= len(domains):
         raise FedvlmError(f"data={path}: tensor 'domain' must be [n], with numbers below {len(domains)}")
-    group = Words(("",), np.zeros(len(y), np.int64))
+    group = Words(("",), constant(len(y)))
     if "group" in found:
         group = Words.of(map(str, _numbers(path, "group", found["group"]).tolist()))
     if len(group) != len(y):

@@ -33,7 +33,7 @@ SCANS = 100  # of a JPEG, where ten are usual: 100 bytes of file are a scan, and
 SCAN = re.compile(rb"\xff\xda\0[\x08\x0a\x0c\x0e][\1-\4]")  # the start of one: marker, length, number of components
 BLOCK = 4096  # bytes read at a time from a zip, where these can unpack to a hundred megabytes
 ORIENTATION = 0x0112  # EXIF's tag
-EXIF = re.compile(rb"Exif\0\0|eXIf|EXIF")  # as JPEG, PNG and WebP mark it
+EXIF = (b"Exif\0\0", b"eXIf", b"EXIF")  # as JPEG, PNG and WebP mark it
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 _filters = threading.Lock()  # `catch_warnings` sets and restores the filters of the whole process
@@ -193,7 +193,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 def is_turned(data: bytes) -> bool:
     """Whether `decode` turns this image; cheap for files without EXIF data."""
-    if EXIF.search(data) is None:
+    if not any(mark in data for mark in EXIF):  # several times as fast as one regular expression
         return False
     try:
         return opened(data).getexif().get(ORIENTATION, 1) in range(2, 9)

@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from fedvlm import backbones, parts
 from fedvlm.adapters.base import Adapter, NeedsNouns, Task
-from fedvlm.backbones.base import RAW, Backbone, offered, tower_of, view_format
+from fedvlm.backbones.base import RAW, Backbone, SafeInThreads, in_precision, offered, tower_of, view_format
 from fedvlm.backbones.layouts import check_adapter, notes_on
 from fedvlm.backbones.text import TextTower
 from fedvlm.config import OPEN, Config, Setup
 from fedvlm.core import Extra
 from fedvlm.data.columns import Words, column
 from fedvlm.data.images import BadImage, opened
+from fedvlm.data.mapped import mapped_rows
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
 from fedvlm.data.store import Progress, features, fingerprint, text_embeddings_by
@@ -29,6 +30,7 @@ from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
 from fedvlm.listed import templates_of
 from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
+from fedvlm.timing import timed
 
 MAX_NOUNS = 1000  # names for outsiders that are kept
 Key = tuple[object, ...]
@@ -60,7 +62,8 @@ class Pools:
         """The data, before anything is encoded."""
         key = source_key(setup.config)
         if key not in self.sources:
-            self.sources[key] = open_data(setup)
+            with timed("load"):
+                self.sources[key] = open_data(setup)
         check_task(setup, self.sources[key].task_type)
         return self.sources[key]
 
@@ -76,7 +79,7 @@ def key_of(config: Config, adapter: Adapter) -> Key:
     backbone = "" if adapter.view == "text" else config.backbone
     candidates = adapter.candidates if isinstance(adapter, NeedsNouns) else None
     more = (config.broken, config.template, config.outsiders, config.corrupt, candidates, config.protocol == OPEN)
-    return (*source_key(config), *more, backbone, adapter.view, adapter.requires)
+    return (*source_key(config), *more, backbone, config.encode, adapter.view, adapter.requires)
 
 
 def source_key(config: Config) -> Key:
@@ -104,15 +107,16 @@ def assemble(setup: Setup, progress: Progress | None = None, source: Source | No
     if source.embeddings is not None:
         return check_embeddings(setup, embedding_pool(source, adapter.view))
     backbone, view = backbones.load(config.backbone), adapter.view
-    pool = image_pool(source, backbone, config.template, config.broken, progress, view, adapter.requires)
+    images = in_precision(backbone, config.encode)
+    pool = image_pool(source, images, config.template, config.broken, progress, view, adapter.requires, backbone)
     if config.protocol == OPEN:
         pool = with_novel_classes(pool)
     if config.outsiders:
-        pool = with_outsiders(pool, open_outsiders(config.outsiders), backbone, view)
+        pool = with_outsiders(pool, open_outsiders(config.outsiders), images, view)
     if isinstance(adapter, NeedsNouns):
         pool = with_nouns(pool, backbone, config.template, adapter.candidates, progress)
     if config.corrupt:
-        pool = with_corruptions(pool, config.corrupt, backbone, view, progress)
+        pool = with_corruptions(pool, config.corrupt, images, view, progress)
     return pool
 
 
@@ -125,6 +129,7 @@ def outline(setup: Setup, source: Source) -> Pool:
     if source.embeddings is not None:
         return check_embeddings(setup, embedding_pool(source, adapter.view))
     backbone = backbones.load(config.backbone)
+    in_precision(backbone, config.encode)
     check_adapter(setup.parts["adapter"].name, adapter, backbone)
     shape = view_format(backbone, adapter.view).shape
     task = task_of(backbone, source.classes, config.template, adapter.requires)
@@ -161,7 +166,9 @@ def image_pool(
     progress: Progress | None = None,
     view: str = "embedding",
     requires: str = "",
+    texts: Backbone | None = None,
 ) -> Pool:
+    """`texts`: the same backbone for class names and towers, where `backbone` computes in less precision."""
     x, keys, skipped = features(source, backbone, broken, progress, view)
     y, mask_keys = None, list[bytes]()
     if source.task_type is SEGMENTATION:
@@ -179,13 +186,13 @@ def image_pool(
             f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
             f"such as {next(iter(skipped))}; a classifier needs at least two"
         )
-    task = task_of(backbone, source.classes, template, requires)
+    task = task_of(texts or backbone, source.classes, template, requires)
     used = [k[j] for j in good for k in (keys, mask_keys) if k]
     mark = fingerprint(used, [described(i, source.tabular) for i in source.items])
     named = f"{backbone.name}@{backbone.fingerprint}"
-    return Pool(
-        source, x[good], task, mark, named, skipped, None if y is None else y[good], view=offered(backbone, view)
-    )
+    if skipped:  # a copy, of gigabytes where a row is an image's hidden states
+        x, y = x[good], None if y is None else y[good]
+    return Pool(source, x, task, mark, named, skipped, y, view=offered(backbone, view))
 
 
 def described(item: Item, tabular: bool) -> str:
@@ -228,7 +235,7 @@ def embedding_pool(source: Source, view: str = "embedding") -> Pool:
     """Embeddings that the user computed: no backbone is needed, and none is known."""
     given = source.embeddings
     assert given is not None
-    unit, dim = F.normalize(given.x, dim=-1), given.x.shape[1]
+    unit, dim = mapped_rows(given.x, partial(F.normalize, dim=-1)), given.x.shape[1]
     task = Task(tuple(source.classes), given.text, dim, given.scale, phrases=tuple(source.classes))
     mark = fingerprint([digest(unit.numpy().data)], domains_and_labels(source))
     return Pool(source, given.x if view == RAW else unit, task, mark, "embeddings@given")
@@ -279,7 +286,8 @@ def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, p
     if candidates:
         known = [known[k * len(known) // candidates] for k in range(min(candidates, len(known)))]
     assert isinstance(pool.task.tower, TextTower)  # an adapter that needs nouns requires it
-    encode = partial(_encode_names, pool.task.tower, template)
+    device = backbone.device if isinstance(backbone, SafeInThreads) else None
+    encode = partial(_encode_names, pool.task.tower.to(device=device), template)
     found = text_embeddings_by(backbone, known, encode, f"noun {template} ", progress)
     assert found is not None
     far = farthest_nouns(found @ pool.task.names().T, min(MAX_NOUNS, len(known)))
@@ -294,7 +302,7 @@ def _encode_names(tower: TextTower, template: str, names: list[str]) -> Tensor:
     with torch.no_grad():
         if not context.shape[2]:
             raise FedvlmError(f"template='{template}': names of outsiders need words before the name")
-        return tower.features(tower.plan(names, context.shape[2], ending=after.strip()), context)[0]
+        return tower.features(tower.plan(names, context.shape[2], ending=after.strip()), context)[0].cpu()
 
 
 def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -22,12 +22,14 @@ from torch import Tensor
 from fedvlm.data.columns import NumberedItems, column
 from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
+from fedvlm.data.threads import in_threads
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.tasks import CLASSIFICATION, TaskType
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 DICOM = (".dcm", ".dicom")
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", *DICOM}
+Made = TypeVar("Made")
 Form = Literal["files", "shards", "arrow"]  # files: in a folder or a zip
 NO_DOMAIN = "all"  # the domain of every item where the folders name none
 NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python reads bytes in names that are not UTF-8
@@ -80,14 +82,22 @@ class Source:
 
     def read(self) -> Iterator[tuple[int, bytes]]:
         """The index and the bytes of every file, in order; `Unreadable` where a file cannot be read."""
+        return self.read_and(lambda data: data)
+
+    def read_and(self, make: Callable[[bytes], Made]) -> Iterator[tuple[int, Made]]:
+        """The index of every file and what is made of its bytes, in order; of a folder several are read at a time."""
         with self._reader() as read:
-            for index, item in enumerate(self.items):
+
+            def made(item: Item) -> Made:
                 try:
                     data = read(item.path)
                 except BadImage as error:
                     existing(str(self.root), "data", "it was removed while it was read")
                     data = Unreadable(str(error))
-                yield index, data
+                return make(data)
+
+            in_folder = self.form == "files" and self.root.is_dir()
+            yield from enumerate(in_threads(made, self.items) if in_folder else map(made, self.items))
 
     def _reader(self) -> AbstractContextManager[Callable[[str], bytes]]:
         """The function from an item's path to its bytes."""

@@ -23,7 +23,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,25 +37,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm import console, files
-from fedvlm.backbones.base import RAW, Backbone, ViewFormat, encode_view, offered, view_format
+from fedvlm.backbones.base import (
+    RAW,
+    Backbone,
+    HasPrecisions,
+    SafeInThreads,
+    ViewFormat,
+    encode_view,
+    offered,
+    view_format,
+)
 from fedvlm.core import FedvlmError
-from fedvlm.data import images as pictures
-from fedvlm.data.ahead import Ready, Wanted, read_ahead, ready
+from fedvlm.data import encoding
+from fedvlm.data.ahead import Wanted, read_ahead, ready
 from fedvlm.data.columns import Words
 from fedvlm.data.corruptions import KINDS, corrupt
+from fedvlm.data.encoding import EncodingQueue, encoder_threads, pace_of
 from fedvlm.data.images import BadImage, is_turned
 from fedvlm.data.index import KEY, Index, Place
 from fedvlm.data.source import Source, digest
 from fedvlm.errors import nearest
 from fedvlm.machine import cache_home
 from fedvlm.names import file_name
+from fedvlm.timing import timed
 
-BATCH = 64  # images per call of an encoder
-PHRASES = 256  # phrases per call of an encoder
-SEGMENT_ROWS, SEGMENT_BYTES = 2048, 64 << 20  # a segment is written at either size; a crash loses at most one segment
+PHRASES = 256  # phrases per call of an encoder on a CPU
 KEYS_APART = 1024  # rows of a segment from which on its keys have a file of their own
 LABELS = 1 << 16  # labels that are hashed at a time
-MANY = 64  # segments smaller than SEGMENT_BYTES that are joined
+MANY = 64  # segments smaller than encoding.SEGMENT_BYTES that are joined
 MOST_OPEN = 32  # files open at a time
 ATTEMPTS = 10  # to read a folder that other processes change
 ROWS, KEYS = ".rows", ".keys"  # how the names of segments end, and of the files of their keys
@@ -93,6 +102,7 @@ class View:
         self.open: dict[Path, BinaryIO] = {}  # the one used last is at the end
         self.broken = 0  # damaged segments and rows found so far
         self.writable = True
+        self.written: Path | None = None  # the segment of the last `put`
         self._load_new_segments()
 
     def _load_new_segments(self) -> None:
@@ -153,6 +163,11 @@ class View:
         found = self._oldest(key)
         return None if found is None else np.asarray(found[1]["row"])
 
+    def get_other(self, key: bytes) -> np.ndarray | None:
+        """As `get`, and None where the row is of the last `put`: who computed it need not read it."""
+        place = self.index.oldest(key)
+        return None if place is None or place[0] == self.written else self.get(key)
+
     def _oldest(self, key: bytes) -> tuple[Place, np.void] | None:
         """The oldest intact copy and where it is."""
         while place := self.index.oldest(key):
@@ -177,7 +192,7 @@ class View:
         return _read_at(file, i * self.record_dtype.itemsize, self.record_dtype.itemsize)
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None:
-        table = np.zeros(len(keys), self.record_dtype)
+        table = np.empty(len(keys), self.record_dtype)
         table["key"] = np.array([np.void(k) for k in keys], dtype="V16")
         table["row"] = rows
         table["check"] = [checksum(k, r) for k, r in zip(keys, table["row"], strict=True)]
@@ -189,8 +204,9 @@ class View:
     def _write(self, table: np.ndarray) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with files.replaced(self._new_segment(time.time_ns())) as out:
-                out.write(table.tobytes())
+            self.written = self._new_segment(time.time_ns())
+            with files.replaced(self.written) as out:
+                out.write(table.view(np.uint8).data)
         except (FileNotFoundError, FileExistsError):  # pruned at this moment; the rows are computed again when needed
             if self.folder.is_file():
                 raise
@@ -213,7 +229,7 @@ class View:
 
     def _small(self) -> list[Path]:
         """Oldest first."""
-        return [path for path, size in sorted(self.loaded.items()) if size < SEGMENT_BYTES]
+        return [path for path, size in sorted(self.loaded.items()) if size < encoding.SEGMENT_BYTES]
 
     def _join(self) -> None:
         """Writes the rows that are in use of all small segments into one, in the place of the oldest, and removes them."""
@@ -252,12 +268,14 @@ def _checked_keys(data: bytes, count: int) -> bytes:
 
 
 def checksum(key: bytes, row: np.ndarray) -> int:
-    return zlib.crc32(row.tobytes(), zlib.crc32(key))
+    return zlib.crc32(np.ascontiguousarray(row).data, zlib.crc32(key))
 
 
 def open_view(backbone: Backbone, view: str = "embedding") -> View:
     """`view` is one of the backbone's image views, or "text" for embeddings of phrases."""
     name = f"{Path(backbone.name).name}-{backbone.fingerprint[:12]}-{view.replace('@', '-')}"
+    if isinstance(backbone, HasPrecisions) and backbone.precision != "full" and view not in ("text", "pixels"):
+        name += f"-{backbone.precision}"
     return View(
         home() / "features" / file_name(name),
         ViewFormat((backbone.dim,)) if view == "text" else view_format(backbone, view),
@@ -290,13 +308,13 @@ def features(
     dtype = np.dtype(stored.format.dtype)
     out = np.full((len(source.items), *stored.format.shape), np.nan if dtype.kind == "f" else 0, dtype)
     encoded = RAW if raw else view
-    queue = _EncodingQueue(raw or stored, partial(encoded_images, backbone, encoded, stored.format), out)
+    encode = partial(encoded_images, backbone, encoded, stored.format)
     unnormalised = np.zeros(len(out), bool)
 
     def looked_up() -> Iterator[Wanted]:
         """Every file, and in `out` the rows that are stored."""
-        for index, data in source.read():
-            key, transform = content_key(data), None
+        for index, (data, key) in source.read_and(lambda data: (data, content_key(data))):
+            transform = None
             if version is not None:
                 key, transform = corrupted(key, version)
             keys.append(key)
@@ -307,21 +325,25 @@ def features(
                 out[index] = row
             yield Wanted(index, data, key, row is not None, transform)
 
-    for file, image in read_ahead(looked_up(), partial(ready, backbone, encoded)):
-        index = file.place
-        if not file.known and not queue.add_duplicate(file.key, index):
-            try:
-                found_image = image()
-            except BadImage as error:
-                name = source.items[index].path
-                if broken == "refuse":
-                    raise FedvlmError(f"{name}: {error}; repair or remove it, or give broken=skip") from error
-                skipped[name] = str(error)
-            else:
-                queue.add(file.key, index, found_image)
-        if progress:
-            progress(index + 1, len(source.items))
-    queue.flush()
+    pace = pace_of(backbone)
+    with encoder_threads(pace.threads) as pool:
+        queue = EncodingQueue(raw or stored, encode, out, pace, pool)
+        for file, image in read_ahead(looked_up(), partial(ready, backbone, encoded), 2 * pace.batch):
+            index = file.place
+            if not file.known and not queue.add_duplicate(file.key, index):
+                try:
+                    with timed("decode"):
+                        found_image = image()
+                except BadImage as error:
+                    name = source.items[index].path
+                    if broken == "refuse":
+                        raise FedvlmError(f"{name}: {error}; repair or remove it, or give broken=skip") from error
+                    skipped[name] = str(error)
+                else:
+                    queue.add(file.key, index, found_image)
+            if progress:
+                progress(index + 1, len(source.items))
+        queue.flush()
     found = torch.from_numpy(out)
     if unnormalised.any():
         found[unnormalised] = F.normalize(found[unnormalised], dim=-1)
@@ -337,8 +359,11 @@ def encoded_images(
     backbone: Backbone, view: str, format: ViewFormat, images: Sequence[Image.Image | Tensor]
 ) -> np.ndarray:
     """What the encoder gives for these images; whatever goes wrong in there is not a fault of an image."""
+    computing = backbone.computing() if isinstance(backbone, HasPrecisions) else nullcontext()
     try:
-        rows = encode_view(backbone, images, view).numpy()
+        with computing:
+            found = encode_view(backbone, images, view)
+        rows = (found.float() if found.dtype == torch.bfloat16 else found).numpy()
     except FedvlmError:
         raise
     except Exception as error:
@@ -390,81 +415,27 @@ def text_embeddings_by(
     from those of `backbone.texts`, from which they may differ in their last bits."""
     stored = open_view(backbone, "text")
     keys = {p: digest((key_prefix + p).encode()) for p in phrases}
-    missing = [p for p, key in keys.items() if stored.get(key) is None]
+    found = {p: row for p, key in keys.items() if (row := stored.get(key)) is not None}
+    missing = [p for p in keys if p not in found]
     if len(missing) > PHRASES:
         missing.sort(key=len)  # batches are padded to their longest phrase
-    computed: dict[str, np.ndarray] = {}
-    for first in range(0, len(missing), SEGMENT_ROWS):
-        segment = missing[first : first + SEGMENT_ROWS]
-        encoded = [encode(segment[k : k + PHRASES]) for k in range(0, len(segment), PHRASES)]
+    on_gpu = isinstance(backbone, SafeInThreads) and backbone.device.type != "cpu"
+    at_once = encoding.SEGMENT_ROWS if on_gpu else PHRASES
+    for first in range(0, len(missing), encoding.SEGMENT_ROWS):
+        segment = missing[first : first + encoding.SEGMENT_ROWS]
+        with timed("encode"):
+            encoded = [encode(segment[k : k + at_once]) for k in range(0, len(segment), at_once)]
         if encoded[0] is None:
             return None
         rows = np.concatenate([e.numpy() for e in encoded if e is not None])
         checked(rows, (len(segment), *stored.format.shape), backbone)
         stored.put([keys[p] for p in segment], rows)
-        computed |= zip(segment, rows, strict=True)
+        for phrase, row in zip(segment, rows, strict=True):
+            other = stored.get_other(keys[phrase])
+            found[phrase] = row if other is None else other
         if progress:
             progress(first + len(segment), len(missing))
-    found = [(p, stored.get(key)) for p, key in keys.items()]
-    by_phrase = {
-        p: computed[p] if row is None else row for p, row in found
-    }  # None: it could not be stored, or was pruned
-    return torch.from_numpy(np.stack([by_phrase[p] for p in phrases]))
-
-
-class _EncodingQueue:
-    """Encodes images in batches, stores the rows in segments, and copies each row to its places in `out`.
-
-    A file that occurs more than once is encoded once.
-    """
-
-    def __init__(self, view: View, encode: Callable[[list[Image.Image | Tensor]], np.ndarray], out: np.ndarray):
-        self.view, self.encode, self.out = view, encode, out
-        self.images: list[Image.Image | Tensor] = []  # not encoded yet
-        self.pixels = 0  # of these
-        self.rows: list[np.ndarray] = []  # encoded and not stored yet, a batch each
-        self.keys: list[bytes] = []  # of `rows`, then of `images`
-        self.places: dict[bytes, list[int]] = {}  # key → indices in `out` that wait for it
-        self.done: dict[bytes, int] = {}  # key → an index in `out` that has it
-
-    def add_duplicate(self, key: bytes, place: int) -> bool:
-        """Whether an image with this key was added already; if so, its row is copied to `place` too."""
-        if key in self.done:
-            self.out[place] = self.out[self.done[key]]
-        elif key in self.places:
-            self.places[key].append(place)
-        else:
-            return False
-        return True
-
-    def add(self, key: bytes, place: int, ready: Ready) -> None:
-        if len(self.images) >= BATCH or self.pixels + ready.pixels > pictures.PIXELS:
-            self._encode()
-        self.places[key] = [place]
-        self.keys.append(key)
-        self.images.append(ready.image)
-        self.pixels += ready.pixels
-        if sum(map(len, self.rows)) >= SEGMENT_ROWS or sum(r.nbytes for r in self.rows) >= SEGMENT_BYTES:
-            self._store()
-
-    def _encode(self) -> None:
-        if self.images:
-            self.rows.append(self.encode(self.images))
-            self.images, self.pixels = [], 0
-
-    def _store(self) -> None:
-        if self.rows:
-            rows = np.concatenate(self.rows)
-            keys, self.keys, self.rows = self.keys[: len(rows)], self.keys[len(rows) :], []
-            self.view.put(keys, rows)
-            for key, computed in zip(keys, rows, strict=True):
-                row, places = self.view.get(key), self.places.pop(key)
-                self.out[places] = computed if row is None else row  # None: it could not be stored, or was pruned
-                self.done[key] = places[0]
-
-    def flush(self) -> None:
-        self._encode()
-        self._store()
+    return torch.from_numpy(np.stack([found[p] for p in phrases]))
 
 
 def listing() -> Iterator[ViewSummary]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedvlm.core import Data, Message, Params, Reply
+from fedvlm.core import Data, Message, Params, Reply, State
 from fedvlm.method import Method
 from fedvlm.secure.settings import Summation, Summed
 
@@ -53,6 +53,10 @@ class Engine(ABC):
     def outputs(self, message: Message, round: int) -> Params:
         """Logits and features on every test example, by view; {} where they stay with the clients."""
 
+    def placed(self, state: State) -> State:
+        """The state, with its shared parameters where this engine computes, if the merge can work there, too."""
+        return state
+
     def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed:
         """Has the clients train, and adds up their contributions as integers (secure=true). Where clients are apart, an
         engine overrides this by the four exchanges of fedvlm/secure: masks cancel exactly, so the sum is the same to the
@@ -71,5 +75,5 @@ def finite(rows: Params, clients: int) -> np.ndarray:
     """Which clients' tensors are all finite: a sum is not finite if any of its terms is not."""
     good = torch.ones(clients, dtype=torch.bool)
     for v in rows.values():
-        good &= v.reshape(clients, -1).sum(1).isfinite()
+        good &= v.reshape(clients, -1).sum(1).isfinite().cpu()
     return good.numpy()

@@ -38,9 +38,16 @@ WriteGuard = Callable[[], contextlib.AbstractContextManager[None]]  # entered ar
 
 class Rows:
     def __init__(
-        self, newcomer: Params, clients: int, path: Path | None = None, guard: WriteGuard = contextlib.nullcontext
+        self,
+        newcomer: Params,
+        clients: int,
+        path: Path | None = None,
+        guard: WriteGuard = contextlib.nullcontext,
+        several: bool = False,
     ):
-        """Without a path, in a temporary file. `guard` is entered around every write."""
+        """Without a path, in a temporary file. `guard` is entered around every write. several: other processes write rows
+        of other clients there, too, so that entries are read again before they are used."""
+        self.several = several
         self.names = sorted(newcomer)
         self.shapes = {k: tuple(newcomer[k].shape) for k in self.names}
         self.newcomer = self._pack({k: v[None] for k, v in newcomer.items()})[0]
@@ -94,6 +101,7 @@ class Rows:
         """Each client's newest row written in round `upto` or before; a new client's row where there is none."""
         if not self.names:
             return {}
+        self.refresh(ids)
         stamps = self.stamps[:, ids]
         usable = np.where(stamps <= upto, stamps, 0)
         slot, known = usable.argmax(0), usable.max(0) > 0
@@ -113,6 +121,7 @@ class Rows:
         """To the slot that a repetition of this round would not read."""
         if not self.names or not len(ids):
             return
+        self.refresh(ids)
         packed = self._pack(rows)
         advice = "the round is lost and all before it stands: make room and `fedvlm resume`"
         with self.guard(), files.writing(self.path, advice):
@@ -124,6 +133,16 @@ class Rows:
                 self._stamp(slot[again], ids[again], 0, np.zeros(int(again.sum())))
             self._put(self.start, slot * self.clients + ids, packed)
             self._stamp(slot, ids, round, self._checksums(packed))
+
+    def refresh(self, ids: np.ndarray) -> None:
+        """Reads these clients' entries again, where other processes may have written them."""
+        if not self.several:
+            return
+        for slot in range(2):
+            entry = np.zeros(len(ids), ENTRY)
+            for low, high, place in neighbours(slot * self.clients + ids):
+                self._get(HEAD + place * ENTRY.itemsize, flat(entry[low:high]))
+            self.stamps[slot, ids], self.checks[slot, ids] = entry["stamp"], entry["check"]
 
     def flush(self) -> None:
         with files.writing(self.path):

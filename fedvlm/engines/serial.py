@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedvlm.engines.base import Job
+from fedvlm.engines.base import Engine, Job
 from fedvlm.engines.stacked import Stacked
 
 
 class Serial(Stacked):
     @classmethod
-    def open(cls, job: Job) -> Serial:
-        return cls(job.method, job.data, 1, job.folder / "rows.bin", job.log, job.device)
+    def open(cls, job: Job) -> Engine:
+        return cls.with_chunk(job, 1)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from fedvlm import steps
 from fedvlm.adapters.base import Adapter
-from fedvlm.core import Data, Message, Params, Reply, nbytes, on_device
+from fedvlm.core import Data, Message, Params, Reply, State, nbytes, on_device
+from fedvlm.devices import blocks_at_once, memory
 from fedvlm.engines.base import Engine, Job, finite
+from fedvlm.engines.device_rows import DeviceRows
 from fedvlm.engines.rows import Rows, WriteGuard
 from fedvlm.errors import FedvlmError
 from fedvlm.method import Method
@@ -23,6 +25,7 @@ from fedvlm.steps.base import Answer
 
 Warn = Callable[[str], None]
 CPU = torch.device("cpu")
+ROWS_SHARE = 8  # of a GPU's memory, one part in so many may hold private rows
 ONE_BY_ONE = 1000  # clients up to which their final outputs are computed one client at a time
 
 
@@ -36,29 +39,39 @@ class Stacked(Engine):
         warn: Warn = print,
         device: str = "cpu",
         guard: WriteGuard = contextlib.nullcontext,
+        several: bool = False,
     ):
         """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says.
-        Client steps run on the device, together with the examples; messages and private rows stay in main memory."""
+        Client steps run on the device, together with the examples. `guard`, `several`: see Rows."""
         self.chunk = chunk or stack(method, device)
-        self.rows = Rows(method.newcomer, len(data), rows, guard=guard)
+        self.rows: Rows | DeviceRows = Rows(method.newcomer, len(data), rows, guard, several)
         self.warn, self.device = warn, torch.device(device)
         if device != "cpu":
             extras = {k: v.to(device) for k, v in data.extras.items()}
             data = replace(data, x=data.x.to(device), y=data.y.to(device), extras=extras)
             method = method.to(self.device)
+            room = memory(self.device) // ROWS_SHARE
+            self.rows = DeviceRows(self.rows, method.newcomer, self.device, room)
         self.method, self.data = method, data
 
     @classmethod
-    def open(cls, job: Job) -> Stacked:
+    def open(cls, job: Job) -> Engine:
         chunk = job.setup.config.chunk or stack(job.method, job.device)
         if job.setup.config.engine == "stacked":  # asked for by name, not chosen by the rule
             chunk = max(2, chunk)
+        return cls.with_chunk(job, chunk)
+
+    @classmethod
+    def with_chunk(cls, job: Job, chunk: int) -> Engine:
+        if job.setup.config.workers > 1:
+            from fedvlm.engines.spread import Spread
+
+            return Spread(job, chunk)
         return cls(job.method, job.data, chunk, job.folder / "rows.bin", job.log, job.device)
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
-        chosen, ids = steps.find(step), np.sort(ids)
-        if self.chunk > 1:  # clients of similar size finish together; see Data.batches
-            ids = ids[np.argsort(-self.data.counts("train")[ids], kind="stable")]
+        chosen, ids = steps.find(step), in_order(ids, self.data, self.chunk)
+        home = device_of(message.shared)  # replies go where the message comes from: there the merge computes
         message = message.to(self.device)
         method = self.method.for_message(message)
         prepared = chosen.prepare(method, message)
@@ -67,13 +80,14 @@ class Stacked(Engine):
         first = 0
         while first < len(ids):
             part = ids[first : first + self.chunk]
-            own = on_device(self.rows.read(part, last_row), self.device)
             try:
-                answer = to_cpu(chosen.run(method, own, message, self.at(part, round), prepared))
+                own = self.rows.read(part, last_row)
+                answer = chosen.run(method, own, message, self.at(part, round), prepared)
             except torch.OutOfMemoryError as error:
                 self.narrow(error)
                 continue
             first += len(part)
+            answer = answer._replace(values=on_device(answer.values, CPU), shared=on_device(answer.shared, home))
             part, answer = self.finite_only(part, answer, step, round)
             if chosen.trains:
                 self.rows.write(part, answer.own, round)
@@ -81,6 +95,13 @@ class Stacked(Engine):
                 yield from one_by_one(part, answer, ragged)
             elif len(part):
                 yield Reply(part, answer.values, answer.shared)
+        if isinstance(self.rows, DeviceRows):
+            self.rows.finish_writing()
+
+    def placed(self, state: State) -> State:
+        if self.device == CPU or not self.method.merges_anywhere:
+            return state
+        return state._replace(shared=on_device(state.shared, self.device))
 
     def finite_only(self, ids: np.ndarray, answer: Answer, step: str, round: int) -> tuple[np.ndarray, Answer]:
         """Without clients that diverged."""
@@ -94,6 +115,8 @@ class Stacked(Engine):
 
     def narrow(self, error: Exception) -> None:
         """Fewer clients side by side, after the GPU's memory ran out; a client's result does not depend on the others."""
+        if isinstance(self.rows, DeviceRows) and self.rows.release():
+            return  # the room of rows that are on disk, too, may be enough
         if self.chunk == 1:
             raise FedvlmError(
                 "the GPU's memory does not hold a single client's step; give a smaller batch=, precision=half or device=cpu"
@@ -124,9 +147,9 @@ class Stacked(Engine):
             data = self.at(ids, round)
             views = {"shared": shared} if method.has_shared_model else {}
             if method.has_personal_models:
-                own = on_device(self.rows.read(ids, round), self.device)
+                own = self.rows.read(ids, round)
                 views["personal"] = adapter.prepare(task, method.personal_models(own, message, data), shared)
-            for rows, real in tests_of(data, max(1, adapter.limits.examples // len(ids))):
+            for rows, real in tests_of(data, max(1, adapter.limits.examples * blocks_at_once(self.device) // len(ids))):
                 at, whose = data.tensor(rows), torch.from_numpy(np.nonzero(real)[0])
                 keep = torch.from_numpy(real)
                 found["label"].append(self.data.y[at].cpu()[keep])
@@ -147,6 +170,12 @@ class Stacked(Engine):
         self.rows.flush()
 
 
+def in_order(ids: np.ndarray, data: Data, chunk: int) -> np.ndarray:
+    """As they are cut into chunks: clients of similar size finish together (see Data.batches)."""
+    ids = np.sort(ids)
+    return ids if chunk == 1 else ids[np.argsort(-data.counts("train")[ids], kind="stable")]
+
+
 def tests_of(data: Data, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The rows of these clients' test examples, [clients, at most width], and which are real; others are padding."""
     low, counts = data.bounds[:, 2, None], data.counts("test")[:, None]
@@ -155,8 +184,8 @@ def tests_of(data: Data, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield low + np.minimum(at, counts - 1), at < counts
 
 
-def to_cpu(answer: Answer) -> Answer:
-    return Answer(*(on_device(part, CPU) for part in answer))
+def device_of(params: Params) -> torch.device:
+    return next((v.device for v in params.values()), CPU)
 
 
 def one_by_one(ids: np.ndarray, answer: Answer, ragged: list[str]) -> Iterator[Reply]:
@@ -177,9 +206,4 @@ def stack(method: Method, device: str = "cpu") -> int:
 
 def max_clients(adapter: Adapter, device: str) -> int:
     """The adapter's limit: that of a CPU, times the GPU's memory in units of 16 GiB."""
-    if device == "cpu":
-        return adapter.limits.clients
-    if device == "mps":  # its memory is the computer's own
-        return adapter.limits.clients
-    memory = int(torch.cuda.get_device_properties(device).total_memory)
-    return adapter.limits.clients * max(1, memory // (16 << 30))
+    return adapter.limits.clients * blocks_at_once(torch.device(device))

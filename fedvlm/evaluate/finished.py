@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fedvlm import backbones, folder
+from fedvlm.backbones.base import Backbone, in_precision
 from fedvlm.config import Setup
 from fedvlm.core import Cohort, Data, Extra, Params, State
 from fedvlm.data.corruptions import NAMES
@@ -104,10 +105,14 @@ def with_tests_only(federation: Federation) -> Federation:
     return replace(federation, data=kept, items=federation.items[rows])
 
 
+def encoder_of(setup: Setup) -> Backbone:
+    return in_precision(backbones.load(setup.config.backbone), setup.config.encode)
+
+
 def outsiders(model: Finished, path: str, progress: Progress | None = None) -> Evaluation:
     """How well the models detect images of no class: auroc and fpr95."""
     source = open_outsiders(path)
-    backbone, view = backbones.load(model.setup.config.backbone), model.setup.adapter.view
+    backbone, view = encoder_of(model.setup), model.setup.adapter.view
     x, keys, skipped = features(source, backbone, "skip", progress, view)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
     if not good:
@@ -124,7 +129,7 @@ def corrupt(model: Finished, kind: str, progress: Progress | None = None) -> Eva
     data, source = model.tested.data, model.pool.source
     test = test_rows(data)
     wanted, place = np.unique(model.tested.items[test], return_inverse=True)
-    backbone, view = backbones.load(model.setup.config.backbone), model.setup.adapter.view
+    backbone, view = encoder_of(model.setup), model.setup.adapter.view
     chosen = replace(source, items=tuple(source.items[i] for i in wanted), masks=())
     found = [
         features(chosen, backbone, "refuse", steps(progress, k), view, (kind, k + 1))[0] for k in range(SEVERITIES)
@@ -157,8 +162,7 @@ def other_data(model: Finished, path: str, progress: Progress | None = None) -> 
         raise FedvlmError(
             f"data={path}: it has other classes than the run, and of these the server trained no class embeddings"
         )
-    backbone = backbones.load(config.backbone)
-    pool = image_pool(source, backbone, config.template, config.broken, progress, adapter.view)
+    pool = image_pool(source, encoder_of(model.setup), config.template, config.broken, progress, adapter.view)
     if crossed:
         model = with_classes_of(model, pool)
     federation, rows = as_clients(model, pool)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Data, Params
+from fedvlm.devices import blocks_at_once
 from fedvlm.local.model import Model
 from fedvlm.metrics.base import Additive
 
@@ -27,14 +28,19 @@ Predictor = Callable[[Model, Params, Data], Iterator[Predicted]]
 
 def one_model(model: Model, params: Params, data: Data) -> Iterator[Predicted]:
     """All examples with the same parameters."""
-    for x, y, cells in data.blocks(model.adapter.limits.examples):
+    for x, y, cells in data.blocks(examples_at_once(model, data.x)):
         yield Predicted(model.logits(params, x), y[None], cells)
 
 
 def one_per_client(model: Model, params: Params, data: Data) -> Iterator[Predicted]:
     """Each client's examples with its own parameters."""
-    for x, y, cells in data.lanes(2 * model.adapter.limits.examples):
+    for x, y, cells in data.lanes(2 * examples_at_once(model, data.x)):
         yield Predicted(model.logits({k: v[: len(y)] for k, v in params.items()}, x), y, cells)
+
+
+def examples_at_once(model: Model, x: Tensor) -> int:
+    """As many as the adapter's limit, or a multiple on a large GPU."""
+    return model.adapter.limits.examples * blocks_at_once(x.device)
 
 
 def sums(model: Model, predictions: Iterator[Predicted], metrics: Sequence[Additive], cells: int) -> list[Tensor]:

@@ -21,6 +21,7 @@ from fedvlm.data.images import Unreadable, decode
 from fedvlm.data.pool import image_pool, with_outsiders
 from fedvlm.data.source import open_outsiders, open_source
 from fedvlm.errors import FedvlmError
+from fedvlm.machine import cores
 from fedvlm.names import file_name
 
 
@@ -116,6 +117,8 @@ def test_a_zip_that_disappears_is_one_sentence(tmp_path):
 
 def test_a_folder_that_disappears_is_one_sentence(tmp_path):
     root = good_images(tmp_path / "pets")
+    for k in range(4 * cores()):  # more than are read ahead
+        shutil.copy(root / "cat" / "0.png", root / "cat" / f"more-{k}.png")
     reading = open_source(str(root)).read()
     next(reading)
     shutil.rmtree(root)

@@ -17,7 +17,7 @@ from fullness import Disk, read_only
 from fedvlm import catalogue
 from fedvlm.backbones.base import ViewFormat
 from fedvlm.cli import main
-from fedvlm.data import store
+from fedvlm.data import encoding, store
 from fedvlm.data.source import Source, digest, open_source
 from fedvlm.data.store import View, features, listing, open_view, prune, text_embeddings
 from fedvlm.errors import FedvlmError
@@ -76,7 +76,7 @@ def test_open_files_do_not_grow_with_segments(tmp_path, monkeypatch):
 def test_small_segments_are_joined_and_every_row_stays_the_same(tmp_path, monkeypatch):
     """Of several copies the oldest is used before and after; damaged ones are left out."""
     monkeypatch.setattr(store, "MANY", 8)
-    monkeypatch.setattr(store, "SEGMENT_BYTES", 200)
+    monkeypatch.setattr(encoding, "SEGMENT_BYTES", 200)
     folder = tmp_path / "view"
     view = small_view(folder)
     view.put([key(k) for k in range(100, 110)], np.concatenate([row(k) for k in range(100, 110)]))  # a large segment

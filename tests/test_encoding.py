@@ -1,0 +1,186 @@
+"""From files to stored rows: the same bits however images are prepared, cut into pieces and spread over threads."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from colours import Colours, expected, small_store, write_images
+from PIL import Image
+from torch import Tensor
+
+from fedvlm import backbones, timing
+from fedvlm.backbones.base import in_precision
+from fedvlm.backbones.hf import Clip
+from fedvlm.backbones.preprocessing import Preprocessing, in_two_steps
+from fedvlm.config import resolve
+from fedvlm.data import encoding, store
+from fedvlm.data.source import decode, open_source
+
+
+@pytest.fixture(scope="module")
+def clip() -> Clip:
+    found = backbones.load("mini-clip")
+    assert isinstance(found, Clip)
+    return found
+
+
+def pictures(count: int) -> list[Image.Image]:
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(20, 300, (count, 2))
+    return [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for h, w in sizes.tolist()]
+
+
+def test_pixels_and_their_table_are_what_the_processor_gives(clip):
+    steps = clip.steps
+    assert steps is not None
+    for image in pictures(6):
+        made = clip.prepare(image, "raw")
+        assert isinstance(made, Tensor) and made.dtype == torch.uint8
+        wanted = clip.processor(images=[image], return_tensors="pt")["pixel_values"]
+        assert torch.equal(clip.pixels([made]), wanted) and torch.equal(steps.gathered(made[None]), wanted)
+        plain = clip.processor(images=[image], return_tensors="pt", do_rescale=False, do_normalize=False)
+        assert torch.equal(clip.encode([image], "pixels"), plain["pixel_values"].to(torch.uint8))
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+def test_open_clips_preprocessing_comes_in_two_steps(mode):
+    processor = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear", mode)
+    steps = in_two_steps(processor)
+    assert steps is not None
+    for image in pictures(4):
+        wanted = processor([image])["pixel_values"]
+        assert torch.equal(steps.values(steps.pixels(image)[None]), wanted)
+
+
+def test_a_processor_that_is_more_than_a_table_stays_whole():
+    class Centred(Preprocessing):
+        def __call__(self, images, **options):
+            found = super().__call__(images, **options)["pixel_values"]
+            return {"pixel_values": found - found.mean() if options.get("do_normalize", True) else found}
+
+    assert in_two_steps(Centred(16, (0.5,) * 3, (0.5,) * 3)) is None
+
+
+@pytest.mark.parametrize("count", [1, 5, 17, 64])
+def test_pieces_have_all_images_once_and_are_nearly_equal(count):
+    cut = encoding.pieces(count, 16)
+    assert [i for s in cut for i in range(count)[s]] == list(range(count))
+    sizes = [s.stop - s.start for s in cut]
+    assert max(sizes) <= 16 and max(sizes) - min(sizes) <= 1
+
+
+def test_threads_and_pieces_change_no_bit(clip, tmp_path, monkeypatch):
+    small_store(tmp_path, monkeypatch)
+    monkeypatch.setattr(encoding, "BATCH", 24)
+    folder = tmp_path / "pets"
+    for k, image in enumerate(pictures(26)):
+        (folder / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)
+        image.save(folder / "ab"[k % 2] / f"{k}.png")
+    source = open_source(str(folder))
+    before = torch.get_num_threads()
+    found, *_ = store.features(source, clip, view="raw")
+    assert torch.get_num_threads() == before
+    images = [decode(data) for _, data in source.read()]
+    assert torch.equal(found, torch.cat([clip.embeddings(images[:24]), clip.embeddings(images[24:])]))
+
+
+class InThreads(Colours):
+    """Says which threads call it, and with how many images."""
+
+    safe_in_threads, device = True, torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, str]] = []
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        self.calls.append((torch.get_num_threads(), threading.current_thread().name))
+        return super().images(images)
+
+
+def test_one_thread_loads_the_model_and_then_several_compute_with_a_core_each(tmp_path, monkeypatch):
+    small_store(tmp_path, monkeypatch)
+    monkeypatch.setattr(encoding, "PIECE", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda known=torch.get_num_threads: max(2, known()))
+    source, model = open_source(str(write_images(tmp_path / "pets", 22))), InThreads()
+    found, *_ = store.features(source, model)
+    assert torch.equal(found, expected(source)) and set(model.batches) == {2}
+    names = [name for _, name in model.calls]
+    assert names[0] == "MainThread" and all(n.startswith("encode") for n in names[1:])
+
+
+def test_an_error_of_the_encoder_ends_its_threads(tmp_path, monkeypatch):
+    small_store(tmp_path, monkeypatch)
+
+    class Broken(InThreads):
+        def images(self, images: Sequence[Image.Image]) -> Tensor:
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("no memory")
+            return super().images(images)
+
+    with pytest.raises(store.FedvlmError, match="no memory"):
+        store.features(open_source(str(write_images(tmp_path / "pets", 22))), Broken())
+    assert not [t for t in threading.enumerate() if t.name.startswith("encode")]
+
+
+def test_rows_of_less_precision_are_stored_apart(clip, tmp_path, monkeypatch):
+    cache = small_store(tmp_path, monkeypatch)
+    source = open_source(str(write_images(tmp_path / "pets", 6)))
+    full, *_ = store.features(source, clip)
+    half, *_ = store.features(source, in_precision(clip, "half"))
+    assert not torch.equal(full, half) and torch.allclose(full, half, atol=0.05)
+    assert half.dtype == torch.float32 and torch.allclose(half.norm(dim=-1), torch.ones(6))
+    names = sorted(p.name.removeprefix(f"mini-clip-{clip.fingerprint[:12]}-") for p in cache.iterdir())
+    assert names == ["raw", "raw-half"]
+    assert torch.equal(store.features(source, clip)[0], full)
+
+
+def test_a_backbone_with_a_precision_of_its_own_is_refused():
+    with pytest.raises(store.FedvlmError, match=r"encode=half.*leave encode= out"):
+        in_precision(Colours(), "half")
+
+
+def test_a_precision_that_is_not_the_usual_one_is_another_run():
+    full, tf32, half = (resolve("fedavg", {"encode": p}).binding() for p in ("full", "tf32", "half"))
+    assert full == resolve("fedavg", {}).binding() and "encode" not in full
+    assert tf32["encode"] == "tf32" and half["encode"] == "half"
+
+
+def test_phases_inside_others_count_once(monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr(timing, "perf_counter", lambda: float(next(ticks)))
+    clock = timing.Clock()
+    with clock.timed("load"):  # 0
+        with clock.timed("import"):  # 1 to 2
+            pass
+        with clock.timed("import"):  # 3 to 4
+            pass
+    assert clock.taken() == {"import": 2.0, "load": 3.0} and clock.taken() == {}  # 5
+
+
+def test_other_threads_are_not_timed():
+    clock = timing.Clock()
+
+    def work() -> None:
+        with clock.timed("decode"):
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert clock.taken() == {}
+
+
+def test_a_model_of_a_folder_is_read_once_as_long_as_its_files_stay(tmp_path):
+    folder = tmp_path / "clip"
+    shutil.copytree(backbones.ASSETS / "mini-clip", folder)
+    first = backbones.load(str(folder))
+    assert backbones.load(str(folder)) is first
+    about = folder / "preprocessor_config.json"
+    about.write_text(about.read_text().replace("0.48145466", "0.5"))
+    assert backbones.load(str(folder)) is not first

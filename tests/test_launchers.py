@@ -1,0 +1,130 @@
+"""Runs on other machines: what is sent is words, and a folder is all that comes back. A stand-in for a cluster carries the
+words out in this process; Slurm and Ray are tried where they are installed (docs/launchers.md says how)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+from helpers import same
+
+from fedvlm import launchers, processes
+from fedvlm.cli import main
+from fedvlm.config import resolve
+from fedvlm.data.pool import Pools
+from fedvlm.errors import FedvlmError
+from fedvlm.folder import RunFolder
+from fedvlm.launchers import base
+from fedvlm.launchers.ray import carry_out
+from fedvlm.planning import Job
+
+
+class Cluster:
+    """Carries a command out when it is asked how it goes, the second time."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[str]] = []
+        self.cancelled: list[int] = []
+        self.options: dict[str, object] = {}
+        self.fails = ""
+
+    def submit(self, commands: Sequence[list[str]], logs: object, at_once: int, options: dict[str, object]):
+        self.options = options
+        self.sent += commands
+        return [self.task(n, words) for n, words in enumerate(commands)]
+
+    def task(self, n: int, words: list[str]) -> SimpleNamespace:
+        looks: list[int] = []
+
+        def error() -> str | None:
+            looks.append(1)
+            if len(looks) == 1:
+                return None
+            if self.fails:
+                return self.fails
+            return "" if main(words[words.index("resume") :]) == 0 else "fedvlm: it failed"
+
+        return SimpleNamespace(error=error, cancel=lambda: self.cancelled.append(n))
+
+
+@pytest.fixture
+def cluster(monkeypatch) -> Cluster:
+    found = Cluster()
+    monkeypatch.setitem(sys.modules, "fedvlm.launchers.slurm", found)
+    monkeypatch.setattr(base, "check", lambda name: None)
+    monkeypatch.setattr(base, "POLL", 0.0)
+    return found
+
+
+def jobs_of(images, folder, **more) -> list[Job]:
+    given = {"data": str(images), "rounds": 2, "launcher": "slurm", "launch": "cpus_per_task:4,slurm_partition:gpu"}
+    return [Job(resolve("fedclip", given | more | {"seed": s}), folder / str(s)) for s in (1, 2)]
+
+
+def test_runs_elsewhere_are_the_runs_here(images, tmp_path, cluster):
+    told: list[tuple[int, int]] = []
+
+    def report(i, record, error):
+        told.append((i, -1 if record is None else record["round"]))
+
+    found = processes.run_all(jobs_of(images, tmp_path / "there"), 0, Pools(), report)
+    assert all(words[1:4] == ["-m", "fedvlm.cli", "resume"] for words in cluster.sent) and len(cluster.sent) == 2
+    assert all(isinstance(word, str) for words in cluster.sent for word in words)
+    assert cluster.options == {"cpus_per_task": 4, "slurm_partition": "gpu"}
+    assert [n for i, n in told if i == 0] == [0, 1, 2, -1]
+    assert found[0].record.config["launcher"] == "none"  # else it would be sent on from there
+    here = processes.run_all(jobs_of(images, tmp_path / "here", launcher="none"), 1, Pools(), lambda *_, **__: None)
+    for a, b in zip(found, here, strict=True):
+        same(a.load()[0].shared, b.load()[0].shared)
+    processes.run_all(jobs_of(images, tmp_path / "there"), 0, Pools(), report)
+    assert len(cluster.sent) == 2 and not cluster.cancelled  # finished runs are not sent again
+
+
+def test_a_job_that_fails_is_told_and_one_that_is_lost_goes_on(images, tmp_path, cluster):
+    cluster.fails = "Traceback …\nSomeError: fedvlm: the disk is full\n- /logs/1.out"
+    with pytest.raises(FedvlmError, match="2 of 2 runs failed:\n  1, 2: the disk is full"):
+        processes.run_all(jobs_of(images, tmp_path), 0, Pools(), lambda *_, **__: None)
+    cluster.fails = ""
+    found = processes.run_all(jobs_of(images, tmp_path), 0, Pools(), lambda *_, **__: None)
+    assert all(run.done for run in found) and len(cluster.sent) == 4
+
+
+def test_ctrl_c_cancels_what_was_submitted(images, tmp_path, cluster):
+    def stop(i, record, error):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        processes.run_all(jobs_of(images, tmp_path), 0, Pools(), stop)
+    assert cluster.cancelled == [0, 1]
+
+
+def test_a_job_that_ended_without_its_run(tmp_path, images, cluster):
+    run = RunFolder(tmp_path)
+    assert base.reason("", SimpleNamespace(done=True)) == ""
+    assert "the same command goes on" in base.reason("", SimpleNamespace(done=False))
+    assert base.reason("killed", run) == "killed"
+
+
+@pytest.mark.parametrize(("name", "package"), launchers.PACKAGES.items())
+def test_what_is_not_installed_is_named(name, package, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None)
+    with pytest.raises(FedvlmError, match=rf'launcher={name} needs {package}.*pip install "fedvlm\[{name}\]"'):
+        launchers.check(name)
+    launchers.check("none")
+
+
+def test_what_a_job_asks_for():
+    assert base.options_of(["num_gpus:0.5", "a:b:c", "n:3"]) == {"num_gpus": 0.5, "a": "b:c", "n": 3}
+    with pytest.raises(FedvlmError, match="launch=4: expected NAME:VALUE"):
+        base.options_of(["4"])
+
+
+def test_a_command_on_another_machine(tmp_path):
+    """Ray's side: what the command said where it failed, in the folder where the bench was started."""
+    write = "open('here', 'w').write('x')"
+    assert carry_out([sys.executable, "-c", write], str(tmp_path)) == "" and (tmp_path / "here").exists()
+    assert "no such" in carry_out([sys.executable, "-c", "raise SystemExit('fedvlm: no such thing')"], str(tmp_path))
+    assert carry_out([sys.executable, "-c", "raise SystemExit(3)"], str(tmp_path)) == "exit code 3"
