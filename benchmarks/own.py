@@ -17,8 +17,9 @@ on the same images. Seeds are others than those that the method was made with. �
 
 Every table is run for itself, and finished runs are not repeated, so several commands may fill one --out at the same time,
 each with methods of its own, and a command that was stopped goes on. A method with a run that failed is left out of its
-table and named below it. --write replaces the tables that were asked for and keeps the others. --read runs nothing: it needs
-of --out only run.json, rounds.jsonl and measured/.
+table and named below it. --write replaces the rows that were run; other rows of the same table with the same seeds stay, and
+their date is told below it. dp, costs and variants are replaced whole. --read runs nothing: it needs of --out only run.json,
+rounds.jsonl and measured/.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import results as results_document
 from claims import validation
 from measured import Measured, cpu_seconds, distance_scores
 from outsiders import SMALL_CLASSES
+from rows import Section, joined, read
 from study import Shelf, finished_each, last_rounds, results, seed_scores, standard_error
 from variants import variants_table
 
@@ -298,36 +300,36 @@ MAKERS |= {t: domains_table for t in LAYOUTS if LAYOUTS[t].keys.get("protocol") 
 MAKERS |= {"novel": novel_table} | dict.fromkeys(("caltech", "caltech-dirichlet", "others"), clients_table)
 
 
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
-    return "\n".join(rows)
-
-
-def section(study: Study, table: str) -> str:
-    """The text of a table, which is also printed; "" where nothing was run."""
+def section(study: Study, table: str) -> Section | None:
+    """A table, which is also printed; None where nothing was run."""
     study.missing.clear()
     study.at_edge.clear()
     print(f"\n{table}: begun", flush=True)
     head, lines = MAKERS[table](study, table)
     console.rows(head, lines)
     seeds = study.args.seeds[: study.args.others_seeds if table == "others" else None]
-    about = (
-        [] if table in ("variants", "costs") else [f"seeds {', '.join(map(str, seeds))}, ± standard error over them"]
-    )
-    edge = "the best lr is the last that was tried, and another may be better"
-    about += [f"{edge}: {', '.join(study.at_edge)}"] if study.at_edge else []
-    about += [f"not run: {', '.join(study.missing)}"] if study.missing else []
-    print(f"{table}: {len(lines)} rows; {'; '.join(about)}", flush=True)
-    return f"{markdown(head, lines)}\n\nWritten on {'; '.join([str(date.today()), *about])}.\n" if lines else ""
+    rule = "" if table in ("variants", "costs") else f"seeds {', '.join(map(str, seeds))}, ± standard error over them"
+    found = Section(head, lines, str(date.today()), rule, tuple(study.at_edge), tuple(study.missing))
+    print(f"{table}: {len(lines)} rows; {found.text().splitlines()[-1]}", flush=True)
+    return found if lines else None
+
+
+def with_kept_rows(found: Section, table: str, before: str) -> str:
+    """The text of a table, with the rows of `before`, its text until now, that were not run again. Not of dp, costs and
+    variants: their rows are compared with each other, and belong to one command and one machine."""
+    return (joined(found, read(before), LAYOUTS[table].methods) if table in LAYOUTS else found).text()
+
+
+def tables_of(text: str) -> dict[str, str]:
+    """The tables of the document, by name."""
+    return dict(part.split("\n", 1) for part in text.partition(MARK)[2].split("\n### ")[1:])
 
 
 def written(text: str, sections: Mapping[str, str]) -> str:
     """The document with these tables in place of those of the same name, all in the order of TABLES."""
-    before, _, after = text.partition(MARK)
-    kept = dict(part.split("\n", 1) for part in after.split("\n### ")[1:])
-    found = {name: body.strip("\n") for name, body in (kept | dict(sections)).items() if body}
+    found = {name: body.strip("\n") for name, body in (tables_of(text) | dict(sections)).items()}
     parts = [f"### {name}\n\n{found[name]}" for name in TABLES if name in found]
-    return "\n\n".join([before + MARK, *parts]) + "\n"
+    return "\n\n".join([text.partition(MARK)[0] + MARK, *parts]) + "\n"
 
 
 def main() -> None:
@@ -352,12 +354,18 @@ def main() -> None:
             print(f"{table}: its data were not given")
             continue
         found = section(study, table)
-        if args.write and table == "others":
-            text = results_document.DOCUMENT.read_text(encoding="utf-8")
-            text = results_document.written(text, {OTHERS: found} if found else {})
-            results_document.DOCUMENT.write_text(text, encoding="utf-8")
-        elif args.write:
-            DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8"), {table: found}), encoding="utf-8")
+        if args.write and found:
+            write(table, found, join=not args.rounds)
+
+
+def write(table: str, found: Section, join: bool) -> None:
+    """Into its document; join: with the rows of methods that were not run again."""
+    path = results_document.DOCUMENT if table == "others" else DOCUMENT
+    text = path.read_text(encoding="utf-8")
+    name = OTHERS if table == "others" else table
+    before = (results_document.sections if table == "others" else tables_of)(text).get(name, "")
+    made = {name: with_kept_rows(found, table, before if join else "")}
+    path.write_text((results_document.written if table == "others" else written)(text, made), encoding="utf-8")
 
 
 if __name__ == "__main__":

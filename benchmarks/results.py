@@ -56,8 +56,13 @@ def main() -> None:
 
 def written(document: str, made: Mapping[str, str]) -> str:
     """The document with these tables in place of those of the same title."""
-    found = dict(part.split("\n", 1) for part in document.split("\n## ")[1:]) | dict(made)
+    found = sections(document) | dict(made)
     return HEAD + "".join(f"\n## {title}\n{text.strip()}\n" for title, text in sorted(found.items()))
+
+
+def sections(document: str) -> dict[str, str]:
+    """The text of each table, by title."""
+    return dict(part.split("\n", 1) for part in document.split("\n## ")[1:])
 
 
 def tables_of(runs: Sequence[RunFolder], seeds: int) -> dict[str, list[RunFolder]]:

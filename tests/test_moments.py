@@ -514,10 +514,35 @@ def test_tables_that_were_not_run_again_stay(monkeypatch):
     import results  # benchmarks/results.py
 
     begun = own.written(f"Text.\n{own.MARK}\n", {"dp": "| a |\n", "pacs": "| b |\n"})
-    again = own.written(begun, {"dp": "| c |\n", "emoji": ""})
+    again = own.written(begun, {"dp": "| c |\n"})
     assert again == f"Text.\n{own.MARK}\n\n### pacs\n\n| b |\n\n### dp\n\n| c |\n"
     document = results.written("# Results\n\n## one\nold\n\n## two\nkept\n", {"one": "new\n"})
     assert document == results.HEAD + "\n## one\nnew\n\n## two\nkept\n"
+
+
+def test_rows_that_were_not_run_again_stay_with_their_date(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import own  # benchmarks/own.py
+    import rows  # benchmarks/rows.py
+
+    head, order = ["method", "P"], own.LAYOUTS["pacs"].methods
+    first = [["moments", "1"], ["moments, by distance", "2"], ["fedlt", "3"]]
+    old = rows.Section(head, first, "2026-01-01", "seeds 1", ("fedlt",), ("fedot", "ditto"))
+    assert rows.read(old.text()) == old
+    new = rows.Section(head, [["fedot", "4"], ["moments", "5"]], "2026-01-02", "seeds 1")
+    both = rows.read(own.with_kept_rows(new, "pacs", old.text()))
+    assert both == rows.joined(new, old, order)
+    assert both.lines == [["moments", "5"], ["fedlt", "3"], ["fedot", "4"]] and both.older == {"fedlt": "2026-01-01"}
+    assert both.at_edge == ("fedlt",) and "ditto" in both.missing and "fedot" not in both.missing
+    third = rows.Section(head, [["ditto", "6"]], "2026-01-03", "seeds 1")
+    later = rows.read(own.with_kept_rows(third, "pacs", both.text()))  # dates of three days
+    assert later.older == {"fedlt": "2026-01-01", "moments": "2026-01-02", "fedot": "2026-01-02"}
+    for other in (replace(new, rule="seeds 2"), replace(new, head=["method", "G"])):  # another rule: nothing stays
+        assert own.with_kept_rows(other, "pacs", old.text()) == other.text()
+    assert own.with_kept_rows(new, "costs", old.text()) == new.text()
+    document = (BENCHMARKS.parent / "docs" / "moments.md").read_text(encoding="utf-8")
+    for table, text in own.tables_of(document).items():
+        assert rows.read(text).text().strip() == text.strip(), table
 
 
 def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_path):
