@@ -3,6 +3,7 @@
     python benchmarks/claims.py --data pacs=../shared/data/pacs                 # all whose data are given
     python benchmarks/claims.py --data pacs=../shared/data/pacs --papers fedot --seeds 50 77 98 11 12 --jobs 2 --write
     python benchmarks/claims.py --list
+    python benchmarks/claims.py --read --write                                  # the document from the record alone
 
 A claim is an entry of benchmarks/claims/PAPER.yaml: what is compared, with which keys, and which recorded effect shows that
 the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.3, 1, 3), by the
@@ -10,9 +11,10 @@ same criterion: on validation, in the first seed, what the measure reports (P an
 personal model; G and others: the shared one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's
 t over the differences by seed.
 
-Verdicts: "holds" and "does not hold" where the interval says so and the mechanism was seen to act; "not decided" where the
-interval has both; "not tested" where the mechanism did not act or nothing recorded shows it, where data are missing, or
-where a method failed. Runs are kept in --out, and those that are there are not repeated.
+Verdicts: "holds" and "does not hold" where the interval says so; "not decided" where the interval has both; "not tested" in
+place of the last two where the mechanism did not act or nothing recorded shows it, and where data are missing or
+where a method failed. Runs are kept in --out, and those that are there are not repeated. --write puts what was measured
+into benchmarks/claims/measured.json, where the figures of other claims stay, and writes the document from all of it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -28,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
+from claim_record import FIGURES, Entry, digest, load, merged, save
 from study import Shelf, finished_each, last_rounds, megabytes_per_round, seed_scores
 
 from fedvlm import console
@@ -39,6 +43,7 @@ from fedvlm.records import RoundRecord, value_of
 from fedvlm.reproduce.measures import half_width
 
 FOLDER = Path(__file__).parent / "claims"
+RECORD = FOLDER / "measured.json"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "claims.md"
 PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
 GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, which was chosen on other data
@@ -83,8 +88,6 @@ class Outcome(NamedTuple):
     right: float
     difference: float
     half: float  # half of the 95 % interval
-    seeds: int
-    verdict: str
 
     def __str__(self) -> str:
         return f"{number(self.left)} and {number(self.right)}: {self.difference:+.3g} ± {self.half:.2g}"
@@ -95,9 +98,14 @@ class Claim:
     paper: str
     content: Mapping[str, Any]
     outcomes: list[Outcome] = field(default_factory=list)
-    acted: str = ""  # what the mechanism's records show
-    verdict: str = UNTESTED
-    reason: str = ""
+    seen: list[tuple[str, float | None]] = field(default_factory=list)  # what the mechanism's records show
+    acted: bool = False
+    reason: str = "not run"  # why it is not tested, or not all of it was run
+    measured: str = ""  # when, at which commit, how many seeds
+
+    @property
+    def name(self) -> str:
+        return f"{self.paper}/{self.content['id']}"
 
     @property
     def compared(self) -> list[Mapping[str, Any]]:
@@ -108,6 +116,38 @@ class Claim:
         keys = {**self.content.get("keys", {}), **one.get("keys", {})}
         left, right = (Side.of(one[s], self.content["data"], keys, one["measure"]) for s in ("left", "right"))
         return left, right
+
+    @property
+    def verdict(self) -> str:
+        """Of all comparisons; a claim that fails was tested only if its mechanism was seen to act."""
+        verdicts = {judgement(one, found) for one, found in zip(self.compared, self.outcomes, strict=False)}
+        if len(self.outcomes) < len(self.compared):
+            return UNTESTED
+        found = HOLDS if verdicts == {HOLDS} else FAILS if FAILS in verdicts else OPEN
+        return found if found == HOLDS or self.acted else UNTESTED
+
+    @property
+    def why(self) -> str:
+        if self.verdict != UNTESTED:
+            return ""
+        return self.reason if len(self.outcomes) < len(self.compared) else "the mechanism was not seen to act"
+
+    @property
+    def effects(self) -> str:
+        if self.content.get("mechanism") == "unrecorded" and self.outcomes:
+            return "nothing that is recorded shows it"
+        texts = [f"{name} {'not recorded' if value is None else f'{value:.3g}'}" for name, value in self.seen]
+        return ", ".join(dict.fromkeys(texts)) or "–"
+
+    def recall(self, entry: Entry) -> None:
+        """Takes the figures of the record."""
+        if entry.definition != digest(self.content):
+            self.reason = f"measured on {entry.date}, before the claim's definition was changed"
+            return
+        self.outcomes = [Outcome(**one) for one in entry.outcomes]
+        self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
+        cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
+        self.measured = f"{entry.date} at {entry.commit}, {len(entry.seeds)} seeds{cut}"
 
 
 def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:
@@ -211,14 +251,18 @@ def of_run(run: RunFolder, name: str) -> float:
     return math.nan if found is None else found * (100 if name in PERCENT else 1)
 
 
-def judged(one: Mapping[str, Any], left: dict[int, float], right: dict[int, float]) -> Outcome | None:
+def outcome(left: dict[int, float], right: dict[int, float]) -> Outcome | None:
     seeds = sorted(left.keys() & right.keys())
     if len(seeds) < 2:
         return None
     differences = np.array([left[s] - right[s] for s in seeds])
     mean, half = float(differences.mean()), half_width(list(differences)) or 0.0
     a, b = (float(np.mean([side[s] for s in seeds])) for side in (left, right))
-    return Outcome(a, b, mean, half, len(seeds), verdict_of(one["relation"], mean, half, float(one.get("margin", 0))))
+    return Outcome(a, b, mean, half)
+
+
+def judgement(one: Mapping[str, Any], found: Outcome) -> str:
+    return verdict_of(one["relation"], found.difference, found.half, float(one.get("margin", 0)))
 
 
 def verdict_of(relation: str, mean: float, half: float, margin: float) -> str:
@@ -235,22 +279,20 @@ def verdict_of(relation: str, mean: float, half: float, margin: float) -> str:
 
 
 def mechanism(claim: Claim, study: Study) -> bool:
-    """Whether everything that must be seen to act was; `acted` says what was seen."""
+    """Whether everything that must be seen to act was; `seen` has the values."""
     asked = claim.content.get("mechanism", [])
     if asked == "unrecorded":
-        claim.acted = "nothing that is recorded shows it"
         return False
-    seen = []
+    fits = []
     for one in asked:
         name = one.get("effect") or one.get("diagnostic") or one.get("field")
         runs = [r for side, found in study.runs.items() if side.method == one["method"] for r in found]
         used = {s for c in claim.compared for s in claim.sides(c)}
         runs = [r for side in used if side.method == one["method"] for r in study.runs.get(side, [])] or runs
         value = recorded(runs, name)
-        fits = value is not None and (value > one["value"] if one["relation"] == ">" else value < one["value"])
-        seen.append((fits, f"{name} {'not recorded' if value is None else f'{value:.3g}'}"))
-    claim.acted = ", ".join(dict.fromkeys(text for _, text in seen)) or "–"
-    return all(fits for fits, _ in seen)
+        fits.append(value is not None and (value > one["value"] if one["relation"] == ">" else value < one["value"]))
+        claim.seen.append((name, value))
+    return all(fits)
 
 
 def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
@@ -274,16 +316,33 @@ def check(claim: Claim, study: Study) -> None:
             missing = f"{lacking_data[0]} was not given" if lacking_data else f"{side.method} was not run"
             claim.reason = study.failed.get(side, missing)
             return
-        found = judged(one, *(values(study.runs[s], one["measure"]) for s in sides))
+        found = outcome(*(values(study.runs[s], one["measure"]) for s in sides))
         if found is None:
             claim.reason = f"{one['measure']} was not recorded by both"
             return
         claim.outcomes.append(found)
-    acted = mechanism(claim, study)
-    verdicts = {o.verdict for o in claim.outcomes}
-    claim.verdict = HOLDS if verdicts == {HOLDS} else FAILS if FAILS in verdicts else OPEN
-    if claim.verdict != HOLDS and not acted:
-        claim.verdict, claim.reason = UNTESTED, "the mechanism was not seen to act"
+    claim.acted, claim.reason = mechanism(claim, study), ""
+
+
+def measured(claim: Claim, study: Study) -> Entry:
+    args, sides = study.args, [s for one in claim.compared for s in claim.sides(one)]
+    records = [run.record for side in sides for run in study.runs.get(side, [])]
+    splits = {" / ".join(f"{x:g}" for x in r.config["split"]) for r in records}  # type: ignore[union-attr]
+    longest = max(int(str(dict(side.keys).get("rounds", 0))) for side in sides)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return Entry(
+        definition=digest(claim.content),
+        date=str(date.today()),
+        commit=commit,
+        seeds=tuple(args.seeds),
+        rounds=args.rounds if args.rounds and longest > args.rounds else 0,
+        backbone=", ".join(sorted({r.backbone.name for r in records})),
+        split=", ".join(sorted(splits)),
+        outcomes=tuple({k: getattr(o, k) for k in FIGURES} for o in claim.outcomes),
+        seen=tuple(claim.seen),
+        acted=claim.acted,
+        reason=claim.reason,
+    )
 
 
 def number(value: float) -> str:
@@ -308,44 +367,50 @@ def lines(found: Sequence[Claim]) -> Iterator[list[str]]:
             str(c["source"]),
             numbers_of_paper(c.get("paper")),
             "; ".join(map(str, claim.outcomes)) or "–",
-            claim.acted or "–",
-            f"**{claim.verdict}**" + (f" ({claim.reason})" if claim.reason else ""),
+            claim.effects,
+            f"**{claim.verdict}**" + (f" ({claim.why})" if claim.why else ""),
+            claim.measured or "–",
         ]
 
 
 HEAD = ["claim", "source", "paper, left and right", "ours: left and right, difference and 95 % interval"]
-HEAD += ["mechanism, last round", "verdict"]
+HEAD += ["mechanism, last round", "verdict", "measured"]
 
 
-def document(found: Sequence[Claim], study: Study) -> str:
-    args = study.args
-    counts = {v: sum(c.verdict == v for c in found) for v in (HOLDS, FAILS, OPEN, UNTESTED)}
-    told = ", ".join(f"{n} {v}" for v, n in counts.items())
-    given = " ".join(f"{word.split('=')[0]}=FOLDER" for word in args.data)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    cut = f" --rounds {args.rounds}" if args.rounds else ""
-    cut += f" --run {' '.join(args.run)}" if args.run else ""
-    cut += " --read" * args.read
-    records = [run.record for runs in study.runs.values() for run in runs]
-    splits = {" / ".join(f"{x:g}" for x in r.config["split"]) for r in records}  # type: ignore[union-attr]
+def document(entries: Mapping[str, Entry]) -> str:
+    """All claims, with what the record has of them."""
+    found = claims(PAPERS, [])
+    for claim in found:
+        if claim.name in entries:
+            claim.recall(entries[claim.name])
+    counts = Counter(c.verdict for c in found)
+    told = ", ".join(f"{counts[v]} {v}" for v in (HOLDS, FAILS, OPEN, UNTESTED))
+    backbones, splits = (sorted({getattr(e, k) for e in entries.values()}) for k in ("backbone", "split"))
     text = [
         "# The papers' claims, checked\n",
-        f"Written by `python benchmarks/claims.py --data {given}{cut} --write` on {date.today()} at {commit}; not edited by "
-        f"hand. {len(found)} claims: {told}.\n",
-        f"Backbone {', '.join(sorted({r.backbone.name for r in records}))}, split {', '.join(sorted(splits))} %, test "
-        f"split, last round, seeds "
-        f"{', '.join(map(str, args.seeds))}; lr of every method from one grid on validation (first seed)"
-        + (f"; at most {args.rounds} rounds" if args.rounds else "")
-        + ". A verdict is about these sizes, not about the paper's backbone. *does not hold* needs a mechanism that "
-        "was seen to act; *not decided*: the 95 % interval over seeds has both signs; *not tested* says why.\n",
+        "Written by `python benchmarks/claims.py --write` from benchmarks/claims/measured.json; not edited by hand. "
+        "`python benchmarks/claims.py --data NAME=FOLDER --papers PAPER --only ID --write` measures a claim again (`--list` "
+        f"names them and their data) and keeps the figures of the others. {len(found)} claims: {told}.\n",
+        f"Backbone {', '.join(backbones)}, split {', '.join(splits)} %, test split, last round; lr of every method from one "
+        "grid on validation (first seed). A verdict is about these sizes, not about the paper's backbone. *does not hold* "
+        "needs a mechanism that was seen to act; *not decided*: the 95 % interval over seeds has both signs; *not tested* "
+        "says why.\n",
     ]
-    for paper in dict.fromkeys(c.paper for c in found):
+    for paper in PAPERS:
+        mine = [c for c in found if c.paper == paper]
         text += [f"\n## {paper}\n", "| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-        text += [
-            "| " + " | ".join(x.replace("|", "\\|") for x in row) + " |"
-            for row in lines([c for c in found if c.paper == paper])
-        ]
+        text += ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in lines(mine)]
+        text += [f"\n{note}" for c in mine if (note := note_of(c))]
     return "\n".join(text) + "\n"
+
+
+def note_of(claim: Claim) -> str:
+    """The claim's `note` with its figures in place of their names; none where something was not measured."""
+    note = str(claim.content.get("note", ""))
+    if not note or len(claim.outcomes) < len(claim.compared):
+        return ""
+    figures = {f"{k}{i}": number(getattr(o, k)) for i, o in enumerate(claim.outcomes, 1) for k in FIGURES}
+    return note.format(**figures, **{name: f"{value:.2g}" for name, value in claim.seen if value is not None})
 
 
 def main() -> None:
@@ -353,16 +418,13 @@ def main() -> None:
     parser.add_argument("--data", nargs="*", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--papers", nargs="*", default=PAPERS, choices=PAPERS)
     parser.add_argument("--only", nargs="*", default=[], help="ids of claims")
-    parser.add_argument(
-        "--run", nargs="*", default=[], help="ids of claims to run; the others are listed as not tested"
-    )
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--rounds", type=int, default=0, help="at most so many; 0: as the claims say")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one per core")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--read", action="store_true", help="run nothing: judge what --out has")
-    parser.add_argument("--write", action="store_true", help="docs/claims.md")
+    parser.add_argument("--write", action="store_true", help="the record and docs/claims.md")
     args = parser.parse_args()
     found = claims(args.papers, args.only)
     if args.list:
@@ -371,13 +433,19 @@ def main() -> None:
             [[c.paper, c.content["id"], c.content["data"], c.content["claim"]] for c in found],
         )
     study = Study(args)
-    wanted = [c for c in found if not args.run or c.content["id"] in args.run]
-    study.play([side for c in wanted for one in c.compared for side in c.sides(one)])
+    study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
         check(claim, study)
-    console.rows(["id", *HEAD[2:]], [[c.content["id"], *row[2:]] for c, row in zip(found, lines(found), strict=True)])
+    console.rows(["id", *HEAD[2:6]], [[c.content["id"], *row[2:6]] for c, row in zip(found, lines(found), strict=True)])
     if args.write:
-        DOCUMENT.write_text(document(found, study), encoding="utf-8")
+        known = {c.name for c in claims(PAPERS, [])}
+        kept = {name: entry for name, entry in load(RECORD).items() if name in known}
+        now = {c.name: measured(c, study) for c in found if c.outcomes}
+        entries = merged(kept, now)
+        for name in (n for n in now if entries[n] is not now[n]):
+            console.note(f"{name}: the record has more comparisons, seeds or rounds, and is kept")
+        save(RECORD, entries)
+        DOCUMENT.write_text(document(entries), encoding="utf-8")
 
 
 if __name__ == "__main__":

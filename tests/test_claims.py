@@ -1,0 +1,113 @@
+"""benchmarks/claims.py: what was measured stays from one session to the next, for the claim that it was measured for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import claims  # benchmarks/claims.py
+
+    yield claims
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import claim_record  # benchmarks/claim_record.py
+
+    yield claim_record
+
+
+def entry(record, **changes):
+    figures = {"left": 2.0, "right": 1.0, "difference": 1.0, "half": 0.5}
+    made = record.Entry(
+        "d", "2026-01-01", "abc", (1, 2), 0, "mini-clip", "60 / 20 / 20", (figures,), (("x", 1.0),), True
+    )
+    return replace(made, **changes)
+
+
+def test_the_document_is_what_the_record_says(claims, record):
+    assert claims.DOCUMENT.read_text(encoding="utf-8") == claims.document(record.load(claims.RECORD))
+
+
+def test_every_entry_is_of_a_claim_as_it_is_defined_now(claims, record):
+    now = {c.name: record.digest(c.content) for c in claims.claims(claims.PAPERS, [])}
+    assert {name: e.definition for name, e in record.load(claims.RECORD).items()}.items() <= now.items()
+
+
+def test_a_record_is_read_as_it_was_written(record, tmp_path):
+    kept = {"fedot/bytes": entry(record), "fedot/b": entry(record, seen=(("x", None),), reason="why")}
+    record.save(tmp_path / "r.json", kept)
+    assert record.load(tmp_path / "r.json") == kept
+    assert record.load(tmp_path / "none.json") == {}
+
+
+def test_figures_of_other_claims_stay(record):
+    kept = {"a": entry(record), "b": entry(record)}
+    now = {"b": entry(record, date="2026-02-02"), "c": entry(record)}
+    assert record.merged(kept, now) == {"a": kept["a"], "b": now["b"], "c": now["c"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "replaces"),
+    [
+        ({"seeds": (1, 2, 3)}, True),
+        ({"seeds": (1,)}, False),
+        ({"outcomes": ()}, False),
+        ({"rounds": 5}, False),
+        ({"rounds": 5, "definition": "another"}, True),
+    ],
+)
+def test_a_smaller_measurement_replaces_none(record, changes, replaces):
+    kept, now = {"a": entry(record)}, {"a": entry(record, date="2026-02-02", **changes)}
+    assert (record.merged(kept, now) == now) == replaces
+
+
+def test_figures_of_another_definition_are_not_taken(claims, record):
+    claim = claims.claims(["fedot"], ["bytes"])[0]
+    changed = claims.Claim("fedot", {**claim.content, "keys": {**claim.content["keys"], "rounds": 2}})
+    reworded = claims.Claim("fedot", {**claim.content, "claim": "In other words.", "paper": {}})
+    kept = entry(
+        record,
+        definition=record.digest(claim.content),
+        outcomes=({"left": 1, "right": 2, "difference": -1, "half": 0},),
+    )
+    for one in (claim, changed, reworded):
+        one.recall(kept)
+    assert (claim.verdict, reworded.verdict, changed.verdict) == (claims.HOLDS, claims.HOLDS, claims.UNTESTED)
+    assert "definition was changed" in changed.why and "2026-01-01" in claim.measured
+
+
+def test_a_claim_that_fails_is_not_tested_where_its_mechanism_did_not_act(claims):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "mechanism": [{}]}
+    content["compare"] = {"left": {"method": "fedot"}, "right": {"method": "fedclip"}, "measure": "C", "relation": ">"}
+    claim = claims.Claim("fedot", content, [claims.Outcome(1, 2, -1, 0.1)], [("condition", 1.0)], acted=True)
+    assert claim.verdict == claims.FAILS
+    claim.acted = False
+    assert (claim.verdict, claim.why) == (claims.UNTESTED, "the mechanism was not seen to act")
+
+
+def test_what_is_run_is_recorded_with_what_it_was_cut_to(claims, tmp_path):
+    """A claim on three emoji styles: seconds."""
+    args = argparse.Namespace(data=[], seeds=[50, 77], rounds=1, jobs=1, out=tmp_path, read=False)
+    study, claim = claims.Study(args), claims.claims(["fedot"], ["bytes"])[0]
+    content = {**claim.content, "keys": {"unseen": ["noto"], "rounds": 2, "lr": 0.01, "domains": 3}}
+    claim = claims.Claim("fedot", content)
+    study.play([side for one in claim.compared for side in claim.sides(one)])
+    claims.check(claim, study)
+    found = claims.measured(claim, study)
+    assert (found.rounds, found.seeds, found.backbone, claim.verdict) == (1, (50, 77), "mini-clip", claims.HOLDS)
+    again = claims.Claim("fedot", content)
+    again.recall(found)
+    assert again.outcomes == claim.outcomes and "at most 1 rounds" in again.measured
