@@ -57,14 +57,17 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
             yield move
     else:
         began = shown = time.monotonic()
+        first: tuple[float, int] | None = None  # the first call: what came before it was preparation
 
         def say(done: int, words: str = "", total: int | None = total) -> None:
-            nonlocal shown
+            nonlocal shown, first
             now, total = time.monotonic(), total or done
+            first = first or (now, done)
             if now - shown >= EVERY or (done >= total and now - began >= EVERY):
                 shown = now
-                left = duration((now - began) / max(done, 1) * (total - done))
-                print(" ".join(printable(f"{title} {done}/{total} {words} {left} left").split()), flush=True)
+                seconds, count = now - first[0], done - first[1]
+                left = f"{duration(seconds / count * (total - done))} left" if count else ""
+                print(" ".join(printable(f"{title} {done}/{total} {words} {left}").split()), flush=True)
 
         yield say
 

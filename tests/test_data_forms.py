@@ -655,3 +655,16 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(monkeypatch, ca
             update(done)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 13 and lines[0] == "encoding 80/1000 58 s left"
+
+
+def test_the_time_left_does_not_count_what_came_before_the_first_image(monkeypatch, capsys):
+    """Loading a model took 20 s, and 17 hours were announced after one image."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console, "shows_bars", lambda: False)
+    with console.progress("encoding", 3000) as update:
+        now[0] = 20.0
+        update(1)
+        now[0] = 25.0
+        update(501)
+    assert capsys.readouterr().out.splitlines() == ["encoding 1/3000", "encoding 501/3000 25 s left"]
