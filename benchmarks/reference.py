@@ -233,8 +233,13 @@ def fair(
 # protocol
 
 
-def federated(method: str, problem: Problem, s: Settings, seed: int) -> tuple[float, list[float]]:
-    """The accuracy of the shared model on the unseen client, and of each client's own model on its test images."""
+class Trained(NamedTuple):
+    model: Model  # any weights
+    shared: Weights  # with a newcomer's private part
+    personal: list[Weights]  # by client
+
+
+def trained(method: str, problem: Problem, s: Settings, seed: int) -> Trained:
     torch.manual_seed(seed)
     model = MODELS[method](problem)
     start = {k: v.detach().clone() for k, v in model.named_parameters()}
@@ -257,8 +262,14 @@ def federated(method: str, problem: Problem, s: Settings, seed: int) -> tuple[fl
             weights = fair(model, problem.clients, replies, weights, t, s.rounds)
         shared = average(replies, weights.tolist())
     personal = [r if method == "fft-gp" else shared for r in replies]  # FFT-GP: the model that a client trained last
-    scores = [accuracy(model, p | o, c) for p, o, c in zip(personal, own, problem.clients, strict=True)]
-    return accuracy(model, shared | newcomer, problem.unseen), scores
+    return Trained(model, shared | newcomer, [p | o for p, o in zip(personal, own, strict=True)])
+
+
+def federated(method: str, problem: Problem, s: Settings, seed: int) -> tuple[float, list[float]]:
+    """The accuracy of the shared model on the unseen client, and of each client's own model on its test images."""
+    model, shared, personal = trained(method, problem, s, seed)
+    scores = [accuracy(model, p, c) for p, c in zip(personal, problem.clients, strict=True)]
+    return accuracy(model, shared, problem.unseen), scores
 
 
 @torch.no_grad()

@@ -5,8 +5,8 @@
 
 Rows of one table have the same data, backbone, partition, rounds, examples and scores. Where a method was run with several
 learning rates (benchmarks/claims.py tries a grid on the first seed), the row is the one that all seeds have, chosen on
-validation. --write replaces the tables that these folders have, and keeps the others (one is own.py's). Nothing in the
-document is written by hand; what a table says about a paper's claim is in docs/claims.md.
+validation. --write replaces the tables that these folders have, and keeps the others (own.py, reference.py and defaults.py
+write some). Nothing in the document is written by hand; what a table says about a paper's claim is in docs/claims.md.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "do
 LEFT_OUT = ("shared", "private", "seconds")  # columns: counted in `fedvlm compare`, and seconds depend on the machine
 WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test", "personal_split": "test"}  # defaults
 HEAD = """# Results
-Written by `python benchmarks/results.py` from run folders; not edited by hand. mini-clip is a backbone a hundredth of the \
-size of those in the papers: their numbers stand beside ours where there are any, and are no aim. Every table has one rule \
-for all of its rows, which its notes state; the learning rate of a row is chosen on validation, on the first seed, from one \
-grid for all methods (the recipe's × 0.3, 1, 3). What the tables say of the papers' claims is in [claims](claims.md), the \
-price of privacy in [privacy](privacy.md), our own method beside others in [moments](moments.md).
+Written by `python benchmarks/results.py` from run folders, and by the commands that titles name; not edited by hand. \
+mini-clip is a backbone a hundredth of the size of those in the papers: their numbers stand beside ours where there are any, \
+and are no aim. Every table has one rule for all of its rows, which its notes state; where these say nothing else, the \
+learning rate of a row is chosen on validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, 3). \
+What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our own \
+method beside others in [moments](moments.md).
 """
 
 
