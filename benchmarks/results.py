@@ -32,8 +32,8 @@ Written by `python benchmarks/results.py` from run folders, and by the commands 
 mini-clip is a backbone a hundredth of the size of those in the papers: their numbers stand beside ours where there are \
 any, and are no aim. Every table has one rule for all of its rows, which its notes state; where these say nothing else, the \
 learning rate of a row is chosen on validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, \
-3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our own \
-method beside others in [moments](moments.md).
+3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our \
+own method beside others in [moments](moments.md).
 """
 
 
