@@ -257,9 +257,15 @@ class Clip(HuggingFaceModel["CLIPModel"]):
     @torch.no_grad()
     def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
         """[images, dim], before they are normalised."""
+        if self.device.type == "cpu":  # a tenth less time: of the last layer, only the class token is computed
+            return self.image_layers.features(self.first_layer_input(images)[None])[0]
         pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
         found: Tensor = self.model.visual_projection(pooled)
         return found
+
+    @cached_property
+    def image_layers(self) -> ImageLayers:
+        return ImageLayers.of(self.model)
 
     @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
