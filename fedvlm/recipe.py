@@ -314,8 +314,22 @@ def _settings(path: Path, key: str, value: object) -> Settings:
         if not _is_value(item):
             advice = "a setting is a number, a word, true, false, or a list of these (put a date in quotes)"
             raise _wrong(path, f"{key}: {name}: found {_kind(item)}; {advice}")
-        out[name] = cast(Value, item)
+        out[name] = _files_beside(path, name, cast(Value, item))
     return out
+
+
+def _files_beside(path: Path, name: str, value: Value) -> Value:
+    """Metrics and engines given as files are looked for as parts are; see `_beside`."""
+    if name not in ("metrics", "engine"):
+        return value
+
+    def located(word: object) -> str:
+        found = path.parent / str(word)
+        return str(found) if str(word).endswith(".py") and found.is_file() else str(word)
+
+    return (
+        [located(word) for word in value] if isinstance(value, list) else ",".join(map(located, str(value).split(",")))
+    )
 
 
 def _sections(path: Path, key: str, value: object) -> dict[str, Settings]:

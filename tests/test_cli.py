@@ -53,7 +53,7 @@ def test_dry_shows_and_trains_nothing(images, tmp_path, capsys):
     text = capsys.readouterr().out
     assert (
         "held out" in text
-        and "private to each client: skew" in text
+        and "stays on each client: its images, skew" in text
         and "s in all" in text
         and not (tmp_path / "x").exists()
     )
@@ -256,7 +256,7 @@ def test_doctor_examines_and_names_a_torchvision_that_does_not_fit(capsys, monke
 
 def test_words_may_stand_behind_options(images, done, tmp_path, capsys):
     assert main(["run", "fedot", "--dry", f"data={images}", "unseen=noto"]) == 0
-    assert "private to each client: skew" in capsys.readouterr().out
+    assert "stays on each client: its images, skew" in capsys.readouterr().out
     words = [
         "bench",
         "zero-shot",

@@ -422,6 +422,7 @@ def test_unseen_by_domain_and_by_client(emoji, plain):
     "layout,message",
     [
         (Layout(unseen=("twemojy",)), r"unseen=twemojy: no such domain or client; did you mean twemoji\?"),
+        (Layout(unseen=("x",)), r"unseen=x: no such domain or client; there is (?!.*noto.*noto).*noto"),
         (Layout(unseen=("noto", "zzz")), r"unseen=zzz: .*there is fluent-contrast"),
         (Layout("iid", clients=5, unseen=("client-9",)), r"unseen=client-9: .*did you mean client-\d\?"),
         (Layout("iid", clients=0), r"clients=0 must be at least 1"),

@@ -67,7 +67,7 @@ def run(images, tmp_path_factory):
 def test_a_run_shows_what_its_mechanisms_did(run, capsys):
     assert main(["show", str(run.folder)]) == 0
     told = capsys.readouterr().out
-    assert "fft-gp" in told and "G" in told and "records no mechanism" not in told
+    assert "fft-gp" in told and "G" in told and "records no numbers" not in told
     assert [e.name for e in effects(run)] and all(e.meaning for e in effects(run))
 
 

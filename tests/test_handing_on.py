@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
 import json
 import re
 import shutil
@@ -121,7 +122,9 @@ def test_a_folder_becomes_a_table_and_a_file(run, pictures, tmp_path, capsys):
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 20 and rows[0].keys() == {"image", "class", "probability", "model"}
-    assert str(pictures[0]) in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"10 images: written to {out}" in said and str(pictures[0]) not in said
+    assert command("predict", run.folder, pictures[0]) == 0 and str(pictures[0]) in capsys.readouterr().out
     assert command("predict", run.folder, pictures[0], "--top", 0) == 1
 
 
@@ -286,6 +289,12 @@ def test_what_cannot_be_onnx_is_said_in_words(capfd):
 
     with pytest.raises(FedvlmError, match="returns embeddings only"):
         preprocessing(BlackBox())
+
+
+def test_a_missing_package_is_named_before_anything_is_traced(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnx" else object())
+    with pytest.raises(FedvlmError, match=r"--onnx needs .*pip install 'fedvlm\[onnx\]'"):
+        to_onnx(Predictor(backbones.load("pixels:4"), Model(Solves(), Task(("a", "b"), None, 0, 1.0)), {}, "shared"))
 
 
 def by_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, float]:

@@ -320,9 +320,12 @@ def test_a_file_that_is_no_part_is_answered(code, says, images, tmp_path, capsys
 
 
 def test_a_recipe_finds_the_parts_beside_it(ideas, images, tmp_path, monkeypatch):
-    (ideas / "mine.yaml").write_text("like: fedavg\nadapter: shift.py\nsettings: {rounds: 1}\n")
+    (ideas / "mine.yaml").write_text(
+        "like: fedavg\nadapter: shift.py\nsettings: {rounds: 1, metrics: [calibration.py, ece]}\n"
+    )
     monkeypatch.chdir(tmp_path)
-    assert fedvlm.run(str(ideas / "mine.yaml"), data=images, unseen="noto", out=tmp_path / "run").done
+    run = fedvlm.run(str(ideas / "mine.yaml"), data=images, unseen="noto", out=tmp_path / "run")
+    assert run.done and [m.name for m in run.record.metrics] == ["calibration", "ece"]
 
 
 def test_metrics_have_keys_and_names_of_their_own(ideas, images, tmp_path):

@@ -28,7 +28,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.finished import Finished
 from fedvlm.evaluate.finished import test_rows as rows_of_tests
 from fedvlm.folder import RunFolder
-from fedvlm.report import charts, outsiders, svg
+from fedvlm.report import axes, charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
 from fedvlm.report.details import calibration, confusion, details, mirrored, principal
 from fedvlm.report.figures import LIGHT, gather
@@ -159,6 +159,23 @@ def test_curves_have_names_at_their_ends(runs: list[RunFolder], tmp_path: Path) 
     assert "method-" not in "".join(re.findall(r">([^<>]+)</text>", chart_called(many, "G by round")))
 
 
+def test_names_cover_neither_markers_nor_each_other() -> None:
+    """Three markers in a row, closer to each other than their names are long."""
+    points = [(300.0, 100.0), (330.0, 101.0), (345.0, 99.0)]
+    markers = [axes.Box(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+    names: list[axes.Box] = []
+    for x, y in points:
+        names.append(axes.place(x, y, 60.0, [*markers, *names])[1])
+    for k, name in enumerate(names):
+        assert all(name.shared(other) == 0 for other in [*markers, *names[:k]])
+        assert name.left >= svg.LEFT and name.right <= svg.WIDTH and name.top >= svg.TOP
+
+
+def test_notes_that_explain_columns_are_not_repeated(runs: list[RunFolder]) -> None:
+    page, said = html(runs), "S: shared model on the clients that train"
+    assert any(said in note for note in summarise(runs).notes) and said not in page and "What the columns mean" in page
+
+
 def test_megabytes_of_very_different_methods_are_logarithmic(tmp_path: Path) -> None:
     runs = [write(tmp_path, "fedavg", "art"), write(tmp_path, "fedot", "art")]
     assert "logarithmic" not in chart_called(html(runs), "G by megabytes")
@@ -172,7 +189,7 @@ def test_many_clients_and_methods_stay_small(tmp_path: Path) -> None:
     domains = tuple(f"client {k}" for k in range(500))
     big = [write(tmp_path / "a", "fedavg", "client 0", rounds=1, domains=domains)]
     page = html(big)
-    assert len(page) < 500_000 and "500 clients as numbers" in page and "Clients ranked" in page
+    assert len(page) < 500_000 and "The accuracy of each client as numbers" in page and "Clients ranked" in page
     page = html([write(tmp_path / "b", f"method-{k}", "art", rounds=2) for k in range(13)])
     assert "dash1" in page and "dash2" in page and page.count('<button type="button"') == 13
 
@@ -268,7 +285,7 @@ def test_confusions_are_by_client(tmp_path: Path) -> None:
     shares = [f"{100 * v:.0f}" for v in (counts / counts.sum(1, keepdims=True)).flatten() if v]
     (drawn,) = [c.svg for c in found.matrices if (c.label, c.view) == ("fedavg", "shared")]
     assert re.findall(r'class="cell middle"[^>]*>([^<]+)<', drawn) == shares
-    assert "expected calibration error, %): zero-shot" in found.reliability[0].caption
+    assert "Expected calibration error, %: zero-shot" in found.reliability[0].caption
 
 
 def test_notes_have_commands_as_code() -> None:
@@ -280,17 +297,23 @@ def test_what_models_said_comes_before_the_comparison(tmp_path: Path) -> None:
     with_outputs(run)
     page = html([run], Options(details=True))
     titles = re.findall(r"<h3>(.*?)</h3>", page)
-    assert titles[:4] == ["Summary", "How sure the models are", "Each class", "Confusions"]
-    assert titles.index("Where the methods end, and at what cost") < titles.index("Image features before and after")
+    assert titles[:4] == ["Summary", "Calibration", "Accuracy by class", "Confusion matrices"]
+    assert titles.index("Accuracy and cost") < titles.index("Image features before and after training")
 
 
 def test_details_are_shown_when_asked_for(tmp_path: Path) -> None:
     runs = [write(tmp_path, "zero-shot", "art", rounds=0), write(tmp_path, "fedavg", "art")]
     for k, run in enumerate(runs):
         with_outputs(run, shift=float(k))
-    assert "Confusions" not in html(runs)
+    assert "Confusion matrices" not in html(runs)
     page = html(runs, Options(details=True))
-    for words in ("Reliability, shared", "Confusions", "Each class", "most frequent mistakes", "crosses: art"):
+    for words in (
+        "Reliability, shared",
+        "Confusion matrices",
+        "Accuracy by class",
+        "Most frequent mistakes",
+        "crosses: art",
+    ):
         assert words in page
     assert details([(0, "none", [])]) is None
     (runs[0].folder / "outputs.safetensors").unlink()

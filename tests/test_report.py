@@ -243,7 +243,7 @@ def test_published_numbers_come_from_the_record(tmp_path: Path) -> None:
     table = summarise(runs)
     assert table.rows[1]["paper G/P/C"] == "90.50 / 91.00 / –" and "paper G/P/C" not in table.rows[0]
     assert table.values[1]["paper_G"] == 90.5 and "paper_hm" not in table.values[1]
-    assert table.notes[-1].endswith("are no target: Someone 2025, Table 1")
+    assert table.notes[-1].endswith("are not comparable: Someone 2025, Table 1")
     write_csv({"": table}, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open() as file:
         first, second = csv.DictReader(file)
@@ -275,7 +275,7 @@ def test_further_metrics_are_columns(tmp_path: Path) -> None:
 def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
     table = summarise([write(tmp_path, "fedavg", "art")])
     assert table.columns == ["method", "G", "S", "P", "C", "MB up/round", "shared", "private", "seconds"]
-    assert len(table.notes) == 4 and not any("pooled" in k for k in table.values[0])
+    assert len(table.notes) == 5 and not any("pooled" in k for k in table.values[0])
     write_csv({"": table}, tmp_path / "t.csv")
     names = (
         "method,G,S,P,C,G_std,S_std,P_std,C_std,seeds,runs,up_mb,down_mb,shared,private,seconds,worst,best,gap_variance"

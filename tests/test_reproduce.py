@@ -121,7 +121,7 @@ def test_one_table_of_each_paper_is_rehearsed(paper, table, rows, capsys, tmp_pa
     words = ["reproduce", paper, *table.split(), f"methods={rows}", "seeds=1", "jobs=1", f"--csv={tmp_path / 'x.csv'}"]
     assert main([*words, "--rehearse"]) == 0
     out = capsys.readouterr().out
-    assert "not as published: rounds=1" in out and "one rule for all rows: " in out
+    assert "not as published: rounds=1" in out and "same protocol for all rows: " in out
     header, *lines = (tmp_path / "x.csv").read_text().splitlines()
     values = [dict(zip(header.split(","), line.split(","), strict=True)) for line in lines]
     assert any(v["ours"] and v["paper"] for v in values)
@@ -312,7 +312,7 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
     for run in (one, other):
         complete = run.record.config | {"score": "own", "shots": 0}
         run.write("run.json", replace(run.record, config=complete).to_json().encode())
-    assert "one rule for all rows: 3 rounds" in " ".join(summarise([one, other], fair=True).notes)
+    assert "same protocol for all rows: 3 rounds" in " ".join(summarise([one, other], fair=True).notes)
     alone, whole = (
         replace(run.record, config=run.record.config | {"protocol": protocol})
         for run, protocol in ((one, "one"), (other, "leave-one-domain-out"))
@@ -324,9 +324,9 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
         odd = RunFolder(tmp_path / f"odd-{key}")
         odd.folder.mkdir()
         odd.write("run.json", replace(record, config=record.config | {key: value}).to_json().encode())
-        with pytest.raises(FedvlmError, match=rf"one rule, and these differ in .*{key}.*\(fedavg\).*\(fedclip\)"):
+        with pytest.raises(FedvlmError, match=rf"same protocol, and these differ in .*{key}.*\(fedavg\).*\(fedclip\)"):
             summarise([one, odd], fair=True)
-        assert any(n.startswith("not under one rule") for n in summarise([one, odd]).notes)
+        assert any(n.startswith("rows that follow different protocols") for n in summarise([one, odd]).notes)
     backbone = RunFolder(tmp_path / "odd-backbone")
     backbone.folder.mkdir()
     changed = replace(other.record, backbone=replace(other.record.backbone, fingerprint="2"))

@@ -45,7 +45,7 @@ def test_the_shared_model_is_in_the_table_where_nobody_is_held_out(tmp_path: Pat
     table = summarise([run])
     assert table.columns[:3] == ["method", "S", "P"]
     assert (table.values[0]["S"], table.values[0]["P"]) == (pytest.approx(26.0), pytest.approx(56.0))
-    assert any(n.startswith("S: shared model on the clients that train, P: ") for n in table.notes)
+    assert any(n.startswith("S: shared model on the clients that train; P: ") for n in table.notes)
     assert any("the shared model (S 26.0) is far below the personal models (P 56.0)" in n for n in table.notes)
     assert not any("far below" in n for n in summarise([write(tmp_path, "fedavg")]).notes)
 
@@ -67,7 +67,7 @@ def test_the_best_is_bold_only_beyond_the_spread(tmp_path: Path) -> None:
     table = summarise(many(tmp_path))
     assert table.bold == {("fedot", m) for m in ("G", "S", "P", "C")}
     assert table.notes[-1] == (
-        "best by more than two standard errors of the difference by seed (bold): fedot (G, S, P, C)"
+        "best by more than two standard errors of the paired difference over seeds (bold): fedot (G, S, P, C)"
     )
     close = {"a": {"P": {1: 50.0, 2: 60.0, 3: 55.0}}, "b": {"P": {1: 51.0, 2: 52.0, 3: 56.0}}}
     assert best(close, "P") == ""  # a is 2 better on average, with a standard error of 3

@@ -147,7 +147,7 @@ def notes_on(backbone: Backbone, adapter: Adapter, own_data: bool) -> list[str]:
         )
     if backbone.name == BUNDLED and own_data and adapter.view != "pixels":
         found.append(
-            "backbone=mini-clip is a small model for rehearsals and knows little of your images; for results give "
-            "real weights, backbone=FOLDER, after `hf download openai/clip-vit-base-patch16 --local-dir FOLDER`"
+            "backbone=mini-clip is a small model for trying things out; for real results download CLIP once (`hf download "
+            "openai/clip-vit-base-patch16 --local-dir FOLDER`) and give backbone=FOLDER"
         )
     return found

@@ -42,8 +42,8 @@ def show_plan(setup: Setup, found: Sampled) -> None:
         )
     reveals = f" ({setup.merge.reveals})" if setup.merge.reveals else ""
     console.out.print(
-        f"private to each client: {listed(method.newcomer) or 'nothing'}; "
-        f"goes up: {', '.join([listed(method.initial), *method.uploads])}{reveals}",
+        f"stays on each client: its images, {listed(method.newcomer) or 'no parameters'}; "
+        f"is sent to the server: {', '.join(uploads(method))}{reveals}",
         markup=False,
     )
 
@@ -83,6 +83,12 @@ def show_novel(setup: Setup, method: Method, federation: Federation) -> None:
     novel = federation.task.novel
     assert novel is not None
     console.out.print(f"nobody trains on {len(novel.classes)} novel classes{closed}; test images: {images} classes")
+
+
+def uploads(method: Method) -> list[str]:
+    """What a client sends in training, by name; common numbers in words."""
+    words = {"n": "n (number of training images)", "loss": "loss (training loss)"}
+    return [listed(method.initial) or "no parameters", *(words.get(name, name) for name in method.uploads)]
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

@@ -30,11 +30,13 @@ def main(args: argparse.Namespace) -> None:
             update(first + len(part), "")
     segments = model.model.adapter.task_type is SEGMENTATION
     columns = ["image", "class", "share" if segments else "probability", "model"]
-    console.rows(columns, lines)
     if args.masks:
         write_masks(model, paths, Path(args.masks))
     if args.out or args.csv:
         write_rows(args.out or args.csv, columns, lines)
+        console.line(f"{len(paths):,} image{'s' * (len(paths) > 1)}: written to {args.out or args.csv}")
+    else:
+        console.rows(columns, lines)
 
 
 def model_of(args: argparse.Namespace) -> Predictor:

@@ -10,6 +10,7 @@ from fedvlm import api, console, recipe
 from fedvlm.config import key_values
 from fedvlm.units import duration
 
+SHORTEST = 0.05  # seconds of a phase that is shown
 SCORES = ("G", "S", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
 
 
@@ -69,7 +70,7 @@ def show_run(folder: Path) -> None:
     scores = {k: v for k in SCORES if isinstance(v := named.get(k), int | float)}
     console.rows(["score", "test, %"], [[k, f"{100 * v:.1f}"] for k, v in scores.items()])
     if record.result and record.result.phases:
-        parts = sorted(record.result.phases.items(), key=lambda part: -part[1])
+        parts = sorted(((k, v) for k, v in record.result.phases.items() if v >= SHORTEST), key=lambda part: -part[1])
         console.line("time: " + ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in parts))
     if answers := questions.read(folder):
         console.show(questions.table(answers))
@@ -80,5 +81,5 @@ def show_run(folder: Path) -> None:
             [[e.name, f"{e.first:.4g}", f"{e.last:.4g}", e.meaning] for e in found],
         )
     else:
-        console.note("its local rule and its merge record no mechanism")
+        console.note("this method records no numbers about its mechanism")
     console.rows(["key", "value"], [[k, format_value(v)] for k, v in settings(record).items()])

@@ -85,7 +85,7 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
             raise FedvlmError(
-                f"unseen={wanted}: no such domain or client; {nearest(wanted, [*dict.fromkeys(homes), *names])}"
+                f"unseen={wanted}: no such domain or client; {nearest(wanted, dict.fromkeys([*homes, *names]))}"
             )
     federation = Federation(tuple(names), tuple(homes), data, pool.task, unseen, order)
     if not len(federation.seen):

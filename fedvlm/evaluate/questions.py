@@ -19,6 +19,16 @@ FOLDER = "evaluations"
 FORMAT = 1
 VIEWS = ("shared", "personal", "newcomer")  # as in a round's record
 COLUMNS = ("question", *VIEWS, "images")
+MEASURES = {
+    "acc": "acc: accuracy",
+    "cacc": "cacc: accuracy on corrupted images",
+    "auroc": "auroc: how well outsiders are separated from known images",
+    "fpr95": "fpr95: outsiders taken for known images where 95 % of the known images are accepted (lower is better)",
+}  # all in %
+MODELS = (
+    "all in %. shared and personal: the shared model and the clients' own models on the clients that trained; newcomer: the "
+    "shared model on held-out clients"
+)
 
 
 @dataclass(frozen=True)
@@ -80,4 +90,6 @@ def table(found: Sequence[Evaluation]) -> Table:
         for measure, scores in e.scores.items()
     ]
     notes = [f"{e.name}: {note}" for e in found for note in e.notes]
+    asked = {measure.partition("@")[0] for e in found for measure in e.scores}
+    notes += [f"{', '.join(text for name, text in MEASURES.items() if name in asked)}; {MODELS}"] if found else []
     return Table(list(COLUMNS), rows, notes=notes)

@@ -159,7 +159,7 @@ def limitations(record: RunRecord, about: ExportRecord) -> str:
         f"- {doubt[0].upper()}{doubt[1:]}." if doubt else "",
         f"- It knows {len(about.classes)} classes, and gives every image one of them.",
         "- The scores are of one run on one split; images from elsewhere can be harder.",
-        "- The backbone mini-clip is small and made for rehearsals."
+        "- The backbone mini-clip is small and made for trying things out."
         if about.backbone.name == backbones.BUNDLED
         else "",
     ]

@@ -122,6 +122,10 @@ def encoded(backbone: Backbone, pixels: Tensor, view: str) -> Tensor:
 
 def to_onnx(predictor: Predictor) -> tuple[bytes, str]:
     """The file, checked by onnxruntime where that is installed, and its description as JSON."""
+    if importlib.util.find_spec("onnx") is None:
+        raise FedvlmError(
+            "--onnx needs the packages onnx and onnxruntime; install them with `pip install 'fedvlm[onnx]'`"
+        )
     steps = preprocessing(predictor.backbone)
     images = example_images()
     ours = pixels_of(predictor.backbone, images)

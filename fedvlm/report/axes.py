@@ -10,6 +10,7 @@ from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Sc
 
 MOST_LABELS = 8  # curves or markers whose names stand beside them; of more, see the legend
 LONGEST = 14  # letters of a name at the end of a curve
+LETTER = 6.9  # width of a bold letter, in pixels
 
 
 class Drawn(NamedTuple):
@@ -35,18 +36,53 @@ def indexed(lines: list[Line]) -> list[tuple[int, Line]]:
     return [(-1 - k if x.frozen else trained.index(x), x) for k, x in enumerate(lines)]
 
 
+class Box(NamedTuple):
+    """A rectangle of a chart, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def shared(self, other: Box) -> float:
+        """The area that both cover."""
+        wide = min(self.right, other.right) - max(self.left, other.left)
+        high = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(0.0, wide) * max(0.0, high)
+
+
 def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> None:
-    """Names beside the markers, moved up or down so that they do not overlap."""
+    """Names beside the markers, where they cover neither markers nor each other, if there is such a place."""
     if len(points) > MOST_LABELS:
         return
-    wanted = [c.y(y) - 9 * x.frozen for _, x, _, y in points]  # above its dashed line
-    heights = spaced(wanted, 13, TOP + 6, HEIGHT - BOTTOM - 4)
-    for (k, line, x, _), height in zip(points, heights, strict=True):
-        right = c.x(x) < (LEFT + WIDTH - RIGHT) / 2
+    at = [(c.x(x), c.y(y)) for _, _, x, y in points]
+    taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in at]
+    for (k, line, _, _), (x, y) in zip(points, at, strict=True):
+        text = shorten(line.label, 24)
+        start, box = place(
+            x, y - 9 * line.frozen, LETTER * len(text), taken
+        )  # the frozen model's: above its dashed line
+        taken.append(box)
         c.open_group(k, line.frozen)
-        side = f"label {'' if right else 'end'}"
-        c.add("text", text=shorten(line.label, 24), cls=side, x=c.x(x) + (9 if right else -9), y=height + 4)
+        before = box.right < x  # then the end of the name has its place, however wide the reader's letters are
+        at_x = box.right if before else start
+        c.add("text", text=text, cls=f"label {'end' if before else ''}", x=round(at_x, 1), y=round(box.bottom - 2, 1))
         c.close_group()
+
+
+def place(x: float, y: float, width: float, taken: Sequence[Box]) -> tuple[float, Box]:
+    """Where a name of a point starts, and the box that it takes: the first of these places that covers least."""
+    inside = x < (LEFT + WIDTH - RIGHT) / 2
+    starts = [x + 9, x - 9 - width] if inside else [x - 9 - width, x + 9]
+    tried = [(start, y + shift) for shift in (0, -9, 9, -18, 18, -27, 27) for start in (*starts, x - width / 2)]
+    axes = Box(LEFT, TOP, WIDTH, HEIGHT - BOTTOM)
+
+    def cost(box: Box) -> float:
+        area = (box.right - box.left) * (box.bottom - box.top)
+        return sum(box.shared(other) for other in taken) + 4 * (area - box.shared(axes))
+
+    boxes = [(start, Box(start, middle - 6, start + width, middle + 6)) for start, middle in tried]
+    return min(boxes, key=lambda found: round(cost(found[1]), 1))
 
 
 def room(labels: Sequence[str]) -> float:

@@ -61,15 +61,15 @@ def compared(runs: list[RunFolder], lines: list[Line]) -> dict[str, list[Drawn]]
     curves = [m for m in (MEASURES if axes == ["novel", "base"] else axes) if known(lines, m)]
     spent = megabytes(runs, lines)
     found = {
-        "Where the methods end, and at what cost": [
+        "Accuracy and cost": [
             *([plane(lines, *axes)] if len(axes) == 2 else [row_chart(lines, m) for m in axes]),
             *pareto(lines, axes, spent),
         ],
-        "How fast they get there": [
+        "Convergence": [
             *(by_round(lines, m) for m in curves if any(len(x.rounds) > 1 for x in lines)),
             *(by_megabytes(lines, m, spent) for m in curves if any(np.ptp(v) > 0 for v in spent.values())),
         ],
-        "Client by client": [*client_rows(lines), *ranked(lines)],
+        "Accuracy by client": [*client_rows(lines), *ranked(lines)],
         "Weights and gaps by round": [*variances(runs, lines), *by_client(runs, lines)],
     }
     return {heading: charts for heading, charts in found.items() if charts}
@@ -114,7 +114,7 @@ def plane(lines: list[Line], up: str, across: str) -> Drawn:
     label_points(c, [(k, x, at[k][0], at[k][2]) for k, x in both])
     left_out = [x.label for k, x in indexed(lines) if (k, x) not in both]
     caption = f"Up: {axis(lines, up)}. Across: {axis(lines, across)}. Bars: ± one standard error over seeds"
-    caption += "; faint: the rounds before."
+    caption += "; thin lines: earlier rounds."
     caption += f" Not drawn, because a value is missing: {', '.join(left_out)}." if left_out else ""
     return Drawn(f"{up} against {across}", caption, str(c))
 
@@ -232,11 +232,11 @@ def cost_chart(lines: list[Line], name: str, cost: dict[str, float], score: dict
         c.add("path", d="M" + "L".join(f"{c.x(a):g} {c.y(b):g}" for a, b in path), cls="front")
     for j, (k, x) in enumerate(shown):
         c.open_group(k, x.frozen)
-        note = "" if j in best else "; another is at least as good for less"
+        note = "" if j in best else "; another method is at least as good at a lower cost"
         c.marker(k, xs[j], ys[j], f"{x.label}: {ys[j]:.1f} at {xs[j]:.3g} {name}{note}", x.frozen)
         c.close_group()
     label_points(c, [(k, x, cost[x.label], score[x.label]) for k, x in shown])
-    caption = f"{of}, %, against {name} of a run. On the line: no other method is at least as good for less."
+    caption = f"{of}, %, against {name} per run. On the line: no other method is at least as good at a lower cost."
     return Drawn(f"Accuracy against {name}", caption, str(c))
 
 

@@ -14,8 +14,21 @@ import numpy as np
 
 from fedvlm.report.answers import VIEWS, Answers
 from fedvlm.report.axes import Drawn, End, name_curves, room
-from fedvlm.report.figures import shorten
-from fedvlm.report.svg import COLOURS, TOP, WIDTH, Chart, Scale, chart, colour, element, linear, thinned
+from fedvlm.report.figures import shorten, spaced
+from fedvlm.report.svg import (
+    BOTTOM,
+    COLOURS,
+    HEIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Scale,
+    chart,
+    colour,
+    element,
+    linear,
+    thinned,
+)
 
 BINS = 10
 FEW = 5  # images of a bin that say nothing
@@ -90,27 +103,26 @@ def clients(runs: list[Answers]) -> dict[str, None]:
 
 
 def reliability(methods: list[Method], view: str) -> Drawn:
-    """How often a model is right, against how sure it is: the diagonal is a calibrated model."""
+    """Accuracy against confidence: the diagonal is a calibrated model."""
     found = {
         m[1]: (m[0], *calibration(*judged(m[2], view)))
         for m in methods
         if any(a.probabilities(view) is not None for a in m[2])
     }
     ends: list[End] = []
-    c = chart(f"reliability of the {view} models", [0, 100], [0, 100], "how sure, %", room=room([*found]))
+    c = chart(f"reliability of the {view} models", [0, 100], [0, 100], "confidence, %", room=room([*found]))
     c.add("line", x1=c.x(0), y1=c.y(0), x2=c.x(100), y2=c.y(100), cls="reference")
     for label, (k, bins, error) in found.items():
         drawn = [b for b in bins if b[2] >= FEW] or bins
-        tips = [f"{label}: sure {x:.0f} %, right {y:.0f} %, {n} images; ECE {error:.1f}" for x, y, n in drawn]
+        tips = [f"{label}: confidence {x:.0f} %, accuracy {y:.0f} %, {n} images; ECE {error:.1f}" for x, y, n in drawn]
         c.open_group(k, k < 0)
         c.curve(k, [b[0] for b in drawn], [b[1] for b in drawn], tips)
         c.close_group()
         ends.append(End(label, colour(k, k < 0), drawn[-1][1], k))
     name_curves(c, ends)
     errors = ", ".join(f"{label} {error:.1f}" for label, (_, _, error) in found.items())
-    words = f"How often the {view} model is right, against how sure it is; below the dashed line it is too sure."
-    words += f" Points of fewer than {FEW} images are left out."
-    words += f" Mean distance from that line (expected calibration error, %): {errors}."
+    words = f"Accuracy (up, %) of the {view} model against its confidence; below the dashed line it is overconfident."
+    words += f" Bins with fewer than {FEW} images are left out. Expected calibration error, %: {errors}."
     return Drawn(f"Reliability, {view}", words, str(c))
 
 
@@ -143,7 +155,7 @@ def confusion(runs: list[Answers], view: str, client: str = "") -> np.ndarray:
 
 
 def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
-    """Rows are the truth, columns what was said; the colour is the share of the row."""
+    """Rows are the true class, columns the predicted one; the colour is the share of the row."""
     size = len(names)
     left = min(110.0, 12 + 6 * max(len(shorten(n, 16)) for n in names))
     step = min(LARGEST, (WIDTH - left - 12) / size)
@@ -154,7 +166,7 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
         f"confusion matrix: {name}",
         linear([0, 1], left, WIDTH - 12),
         y,
-        "columns: what was said, in the same order",
+        "columns: predicted class, same order",
         height,
     )
     c.ticks, c.rows, c.dense = False, shown, step < 14
@@ -200,7 +212,7 @@ def most_confused(methods: list[Method], names: list[str]) -> list[dict[str, str
                     if truth != answer:
                         found[*key, int(answer)] += 1
     return [
-        {"method": m, "view": v, "client": c, "truth": names[t], "said": names[s], "times": str(n)}
+        {"method": m, "view": v, "client": c, "true class": names[t], "predicted": names[s], "count": str(n)}
         | {"share": f"{100 * n / totals[m, v, c, t]:.0f}"}
         for (m, v, c, t, s), n in found.most_common(MOST_CONFUSIONS)
     ]
@@ -232,7 +244,7 @@ def embeddings(methods: list[Method], place: Place | None = None, axes: str = ""
         before = at if before is None or len(before) != len(at) else before
         out.append(points(k, label, a, chosen, mirrored(at, before), axes))
     if out and unchanged:
-        words = f" The same for {', '.join(unchanged)}, which leave image features as they are."
+        words = f" {', '.join(unchanged)}: the same, since image features are not changed."
         out[0] = out[0]._replace(caption=out[0].caption + words)
     return out
 
@@ -265,10 +277,24 @@ def points(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray, a
             c.parts.append(element("path", tip, d=where, cls=f"{kind} unseen"))
         else:
             c.parts.append(element("circle", tip, cx=c.x(x), cy=c.y(y), r=2.2, cls=kind))
+    names = a.record.data.classes
+    if len(names) <= COLOURS:
+        name_classes(c, names, a.label[chosen], at)
+    colours = "coloured by class" + ("" if len(names) <= COLOURS else " (colours repeat; hover for the class)")
     seen = f"; crosses: {', '.join(a.record.finished.unseen)}, which nobody trained on" if a.held_out.any() else ""
     own = "personal" in a.logits
     when = (
         "before: the frozen model" if k < 0 else f"after training: the {'personal models' if own else 'shared model'}"
     )
-    words = f"{when}; {len(chosen)} test images of one run, coloured by class (colours repeat){seen}."
+    words = f"{when}; {len(chosen)} test images of one run, {colours}{seen}."
     return Drawn(f"Image features, {label}{f', {axes}' if axes else ''}", words, str(c))
+
+
+def name_classes(c: Chart, names: list[str], label: np.ndarray, at: np.ndarray) -> None:
+    """The name of each class at the mean of its images."""
+    present = np.unique(label).tolist()
+    centres = [at[label == k].mean(0).tolist() for k in present]
+    heights = spaced([c.y(y) for _, y in centres], 13, TOP + 6, HEIGHT - BOTTOM - 4)
+    for k, (x, _), height in zip(present, centres, heights, strict=True):
+        text = element("text", text=shorten(names[k], 16), cls="label middle", x=c.x(x), y=round(height + 4, 1))
+        c.parts.append(f'<g class="{colour(k)}">{text}</g>')

@@ -54,11 +54,11 @@ def drawn(label: str, inside: np.ndarray, outside: np.ndarray) -> Drawn:
         name: 100 * np.histogram(v, edges)[0] / len(v) for name, v in (("test images", inside), ("outsiders", outside))
     }
     highest = max(float(v.max()) for v in shares.values())
-    c = chart(f"outsiders: {label}", (100 * edges).tolist(), [0.0, highest], "how sure, %")
+    c = chart(f"outsiders: {label}", (100 * edges).tolist(), [0.0, highest], "confidence, %")
     for k, (name, share) in enumerate(shares.items()):
         c.parts.append(f'<g class="{colour(k)}">')
         for low, high, value in zip(edges, edges[1:], share, strict=False):
-            tip = f"{name}: {value:.0f} % are {100 * low:.0f} to {100 * high:.0f} % sure"
+            tip = f"{name}: {value:.0f} % with a confidence of {100 * low:.0f} to {100 * high:.0f} %"
             left, top = c.x(100 * low), c.y(value)
             c.add(
                 "rect",
@@ -71,6 +71,6 @@ def drawn(label: str, inside: np.ndarray, outside: np.ndarray) -> Drawn:
             )
         c.close_group()
     found = auroc(inside, outside)
-    words = f"Shared model of {label}: share of the test images (blue) and of the outsiders (orange) by how sure it is"
-    more = "by the largest probability, all clients together (in the summary: personal models, mean over clients)"
+    words = f"Shared model of {label}: share of the test images (blue) and of the outsiders (orange) by confidence"
+    more = "from the largest probability, all clients together (in the summary: personal models, mean over clients)"
     return Drawn(f"Outsiders, {label}", f"{words}. AUROC {100 * (found or 0):.1f}, {more}.", str(c))

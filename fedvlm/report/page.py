@@ -34,6 +34,7 @@ from fedvlm.report.tables import (
     DASH,
     Groups,
     backbone_id,
+    definitions,
     format_value,
     grouped,
     privacy_lines,
@@ -55,7 +56,7 @@ GOING_ON = "Some runs are still going: rows show the rounds so far, and nothing 
 class Options:
     """What a page shows beside what the records hold."""
 
-    details: bool = False  # what the models said of test images (details.py)
+    details: bool = False  # predictions on test images (details.py)
     images: bool = False  # thumbnails of them, which are the user's private data (examples.py)
     tsne: bool = False  # image features by t-SNE beside the principal components; needs scikit-learn
     trusted: bool = False  # whether folders of others may read data (trust.py), for images
@@ -130,6 +131,7 @@ class Block(NamedTuple):
     title: str
     facts: dict[str, str]
     table: Table
+    notes: list[str]  # of the table, without those that explain its columns
     any_base_to_novel: bool
     all_base_to_novel: bool
     verdicts: list[str]
@@ -146,7 +148,7 @@ class Block(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What the models said of test images."""
+    """Predictions on test images."""
 
     details: Details | None
     examples: list[Shown]
@@ -163,6 +165,7 @@ def block(title: str, runs: Sequence[RunFolder], options: Options = DEFAULT) -> 
         title=title,
         facts=facts(groups),
         table=table,
+        notes=[note for note in table.notes if note not in definitions(groups)],
         any_base_to_novel=any(base_to_novel),
         all_base_to_novel=all(base_to_novel),
         verdicts=against(table),

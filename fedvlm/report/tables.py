@@ -28,8 +28,9 @@ NOVEL = ("base", "novel", "hm")
 SHARED_NOVEL = "shared base/novel/hm"
 NOT_SETTINGS = ("seed", "unseen", "engine", "chunk", "threads", "metrics")  # keys in which runs of one row may differ
 COSTS = (
-    "of all clients together; shared, private: parameters that are sent, and that stay with a client; seconds: of a run"
+    "sum over clients; shared, private: number of parameters that are sent, and that stay on a client; seconds: per run"
 )
+WORST = "worst 10 %"
 DASH = "–"  # no such value
 # the keys in which all rows of a fair table agree, beside data, backbone and seeds: budget, examples, and what is scored
 RULE = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "select", "protocol")
@@ -66,7 +67,7 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     optional = {paper_column(metrics): [f"paper_{m}" for m in metrics] for metrics in shown}  # column → its values
     optional |= {
         SHARED_NOVEL: [f"shared_{m}" for m in NOVEL],
-        "worst 10 %": ["worst"],
+        WORST: ["worst"],
         "gap variance": ["gap_variance"],
     }
     optional |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
@@ -109,7 +110,7 @@ def best_note(columns: list[str], bold: set[tuple[str, str]], rows: dict[str, Se
         return []
     names = {name: [m for m in columns if (name, m) in bold] for name, _ in bold}
     found = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in sorted(names.items()))
-    return [f"best by more than two standard errors of the difference by seed (bold): {found or 'none'}"]
+    return [f"best by more than two standard errors of the paired difference over seeds (bold): {found or 'none'}"]
 
 
 def paper_column(metrics: tuple[str, ...]) -> str:
@@ -188,7 +189,7 @@ def format_row(name: str, value: Numbers, further: list[str]) -> dict[str, str]:
     return row | {
         "method": name,
         SHARED_NOVEL: slashed(value[f"shared_{m}"] for m in NOVEL),
-        "worst 10 %": plus_minus(value["worst"], None),
+        WORST: plus_minus(value["worst"], None),
         "corrupted": plus_minus(value["cacc"], None),
         "AUROC": plus_minus(value["auroc"], None),
         "FPR95": plus_minus(value["fpr95"], None),
@@ -287,8 +288,8 @@ def check_one_rule(rows: dict[str, list[Settings]], free: Collection[str] = ()) 
     """An error where rows of one table were not run alike."""
     if found := differences(rows, free):
         raise FedvlmError(
-            f"rows of one table must be run under one rule, and these differ in {'; '.join(found)}; run them alike "
-            "(rounds=, seeds=, backbone= for all), or see them side by side with `fedvlm compare`"
+            f"rows of one table must follow the same protocol, and these differ in {'; '.join(found)}; run them alike "
+            "(the same rounds=, seeds=, backbone=), or see them side by side with `fedvlm compare`"
         )
 
 
@@ -327,30 +328,20 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
     out = [
         f"{', '.join(data)}; backbone {', '.join(backbones)}; split {', '.join(split)}; held out: {', '.join(targets)}; "
         f"seeds {', '.join(map(str, seeds))}",
-        f"test {metrics} in %, {chosen}; ± std over seeds",
+        f"test {metrics} in %, {chosen}" + ("; ± standard deviation over seeds" if len(seeds) > 1 else ""),
     ]
     if found := differences({name: [rule(r) for r in group] for name, group in groups.items()}):
-        out.append(f"not under one rule, and so no comparison of methods: {'; '.join(found)}")
+        out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(found)}")
     else:
-        out[-1] += f"; one rule for all rows: {', '.join(budget(records))}"
+        out[-1] += f"; {'same protocol for all rows: ' if len(groups) > 1 else ''}{', '.join(budget(records))}"
     out += [
         f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
         for name, group in groups.items()
         if 0 < (rounds := max(r.finished.last["round"] for r in group)) < min(r.rounds for r in group)
     ]
     if not all(map(is_base_to_novel, records)):
-        scored = "; ".join(sorted({scored_on(r) for r in records}))
-        held_out = any(r.unseen for r in records)
-        meanings = ["G: shared model on held-out clients"] * held_out
-        meanings += ["S: shared model on the clients that train", "P: their personal models on the same images"]
-        meanings += ["C: G and P over all domains"] * held_out
-        out.append(f"{', '.join(meanings)}; scored on: {scored}")
-    if any(map(is_base_to_novel, records)):
-        out.append(
-            "local: clients' own models on test images of the classes they train on, base: of all classes that any client "
-            "trains on, novel: of classes that no client trains on, hm: harmonic mean of base and novel"
-        )
-    out.append(f"MB up/round: {COSTS}")
+        out.append(f"scored on: {'; '.join(sorted({scored_on(r) for r in records}))}")
+    out += definitions(groups)
     if further:
         out.append(f"{', '.join(further)}: personal models, mean over clients and runs, in %")
     for name, group in groups.items():
@@ -364,8 +355,28 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         ]
     if has_published:
         sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
-        out.append(f"the paper's numbers were measured with another backbone and are no target: {'; '.join(sources)}")
+        out.append(
+            f"the paper's numbers were measured with another backbone and are not comparable: {'; '.join(sources)}"
+        )
     return out
+
+
+def definitions(groups: Groups) -> list[str]:
+    """The notes that say what the columns are; the page has these words elsewhere."""
+    records = [r for group in groups.values() for r in group]
+    out = []
+    if not all(map(is_base_to_novel, records)):
+        held_out = any(r.unseen for r in records)
+        meanings = ["G: shared model on held-out clients"] * held_out
+        meanings += ["S: shared model on the clients that train", "P: their personal models on the same images"]
+        meanings += ["C: mean of G and P over all domains"] * held_out
+        out.append("; ".join([*meanings, f"{WORST}: P of the worst tenth of the clients"]))
+    if any(map(is_base_to_novel, records)):
+        out.append(
+            "local: clients' own models on test images of the classes they train on; base: of all classes that any client "
+            "trains on; novel: of classes that no client trains on; hm: harmonic mean of base and novel"
+        )
+    return [*out, f"MB up/round: {COSTS}"]
 
 
 def far_below(records: list[RunRecord], select: Select) -> list[str]:
@@ -392,8 +403,8 @@ def scored_on(record: RunRecord) -> str:
     config = record.config
     held_out = "all" if config.get("unseen_split") == "all" else "test"
     split = "validation" if config.get("personal_split") == "val" else "test"
-    owners = {"domain": "of their domain", "all": "of all clients that train"} if split == "test" else {}
-    owner = owners.get(str(config.get("score")), "of their own")
+    owners = {"domain": "of the client's domain", "all": "of all clients that train"} if split == "test" else {}
+    owner = owners.get(str(config.get("score")), "of the client itself")
     return (f"G on {held_out} images of held-out clients, " if record.unseen else "") + f"P on {split} images {owner}"
 
 
@@ -403,13 +414,17 @@ def incidents(group: list[RunRecord], select: Select) -> list[str]:
     void, rounds = sum(r.void for r in results), sum(r.rounds for r in group)
     out = [f"{void} of {rounds} rounds changed nothing (see `void` in rounds.jsonl)"] if void else []
     if bounded := sum(r.bounded for r in results):
-        out.append(f"in {bounded} of {rounds} rounds updates were shortened to bound= medians (bound=0: never)")
+        limits = "/".join(dict.fromkeys(format_value(r.config.get("bound", "bound=")) for r in group))
+        out.append(
+            f"in {bounded} of {rounds} rounds a client's update was scaled down to {limits} times the median length "
+            "(bound=0 switches this off)"
+        )
     for words, names in (
         (
-            "not in the scores, because they did not answer",
+            "that did not answer and are not in the scores",
             {n for r in results for n in r.at(select).get("missing", [])},
         ),
-        ("in quarantine after refused answers", {n for r in results for n in r.quarantined}),
+        ("in quarantine after replies that were refused", {n for r in results for n in r.quarantined}),
     ):
         if names:
             out.append(f"clients {words}: {', '.join(sorted(names)[:10])}{', …' if len(names) > 10 else ''}")

@@ -285,7 +285,7 @@ def notes(part: Part, planned: list[Planned], found: Found) -> list[str]:
         done = [run.record for p in planned for run in p.finished]
         more = [f"scored on: {scored_on(done[0])}"] if done else []
         out.append(
-            f"one rule for all rows: {', '.join([f'{rounds} rounds, split {split}, seeds {seeds}', *more, scored])}; ours: "
-            "mean over seeds, and the half width of its 95 % interval"
+            f"same protocol for all rows: {', '.join([f'{rounds} rounds, split {split}, seeds {seeds}', *more, scored])}; "
+            "ours: mean over seeds, and the half width of its 95 % interval"
         )
     return out + ([f"paper: {part.note}"] if part.note else [])
