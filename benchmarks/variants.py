@@ -3,7 +3,7 @@
 All images that are test images under any of own.py's seeds are left out first; what is left (about a third) is split anew
 60/20/20, by other seeds, and each variant is run and scored on that alone: G and P on PACS and emoji, each domain held out
 in turn; the shared and the personal model on Caltech101, 4 shots, each class with one of 10 clients, or Dirichlet 0.5. The
-last column, the mean of all of them, is the criterion. The first line is the recipe; each other line changes one thing.
+last column, the mean of all of them, is the criterion. The first line is the recipe; each other line changes what it says.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "averaging=4": {"averaging": 4},
     "choose=newcomers": {"choose": "newcomers"},
     "choose=clients": {"choose": "clients"},
+    "saturation=0": {"saturation": 0},
+    "saturation=4": {"saturation": 4},
+    "saturation=16": {"saturation": 16},
+    "saturation=0 weights=size": {"saturation": 0, "weights": "size"},
     "balance=false": {"balance": False},
-    "weights=size": {"weights": "size"},
+    "balance=false weights=size": {"balance": False, "weights": "size"},
     "texts=0": {"texts": (0,)},
     "adapter=named": {"adapter": "named"},
     "fourier=256": {"fourier": 256},

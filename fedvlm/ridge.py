@@ -33,13 +33,15 @@ def with_one(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1)
 
 
-def moments(x: Tensor, y: Tensor, classes: int, balance: bool) -> Moments:
-    """Of examples x [n, features], divided by n. balance: every class that occurs has the same total weight."""
+def moments(x: Tensor, y: Tensor, classes: int, balance: bool, saturation: float = 0.0) -> Moments:
+    """Of examples x [n, features], with weights that add up to 1: the same for every example; balance: the same in total for
+    every class that occurs, or, with a saturation κ, in proportion to m/(m + κ) for a class with m examples."""
     x, target = x.double(), F.one_hot(y, classes).double() - 1 / classes
     weight = torch.full((len(y),), 1 / max(1, len(y)), dtype=torch.float64, device=x.device)
     if balance and len(y):
-        counts = torch.bincount(y, minlength=classes)
-        weight = 1 / (counts[y] * (counts > 0).sum()).double()
+        counts = torch.bincount(y, minlength=classes).double()
+        occur = counts[counts > 0]
+        weight = 1 / ((counts[y] + saturation) * (occur / (occur + saturation)).sum())
     weighted = x * weight[:, None]
     return Moments(weighted.mT @ x, weighted.mT @ target)
 

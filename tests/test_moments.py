@@ -81,20 +81,31 @@ def test_the_shared_head_is_scikit_learns_ridge_on_pooled_data():
     np.testing.assert_allclose(ridge.from_params(shared).T.numpy(), found, rtol=0, atol=1e-9)
 
 
-def test_balanced_clients_are_weighted_examples():
-    """Each class of a client counts the same, each client too, and the head is shrunk towards the class names."""
-    method, data = method_of(**ONE)
+@pytest.mark.parametrize("saturation", [0.0, 3.0])
+def test_balanced_clients_are_weighted_examples(saturation):
+    """Each class of a client counts the same, each client too, and the head is shrunk towards the class names; with a
+    saturation κ, classes of a client count in proportion to n/(n + κ)."""
+    method, data = method_of(local={"saturation": saturation}, **ONE)
     shared = played(method, data)[0].shared
     x, y, sizes = training(data, ABLE)
     x1 = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     owner = np.repeat(np.arange(len(sizes)), sizes)
     own = [np.bincount(y[owner == k], minlength=5) for k in range(len(sizes))]
-    weight = np.array([1 / (own[k][c] * (own[k] > 0).sum()) for k, c in zip(owner, y, strict=True)])
+    total = [(n[n > 0] / (n[n > 0] + saturation)).sum() for n in own]
+    weight = np.array([1 / (own[k][c] + saturation) / total[k] for k, c in zip(owner, y, strict=True)])
     strength = 0.5 * (weight[:, None] * x1**2).sum() / x1.shape[1]
     prior = np.concatenate([2 * method.task.names().numpy().T, np.zeros((1, 5))])
     reference = Reference(alpha=strength, fit_intercept=False, tol=1e-14)
     difference = reference.fit(x1, np.eye(5)[y] - 1 / 5 - x1 @ prior, sample_weight=weight).coef_.T
     np.testing.assert_allclose(ridge.from_params(shared).numpy(), difference + prior, rtol=0, atol=1e-9)
+
+
+def test_a_large_saturation_counts_a_clients_examples_alike():
+    alike, data = method_of(local={"balance": False}, **ONE)
+    large, none = (method_of(local={"saturation": s}, **ONE)[0] for s in (1e9, 0.0))
+    one, other, balanced = (played(m, data)[0].shared for m in (alike, large, none))
+    close(one, other, tolerance=1e-6)
+    assert not torch.allclose(one["head"], balanced["head"], atol=1e-3)
 
 
 def test_neither_order_nor_grouping_of_clients_matters():
@@ -135,9 +146,11 @@ def test_analytic_federated_learnings_absolute_aggregation_is_the_sum():
     np.testing.assert_allclose(head.numpy().T, clean, rtol=0, atol=1e-7)
 
 
-def test_leaving_a_client_out_is_training_without_it():
+@pytest.mark.parametrize(("weights", "saturation"), [("uniform", 0.0), ("size", 0.0), ("uniform", 4.0)])
+def test_leaving_a_client_out_is_training_without_it(weights, saturation):
+    rule, how = {"saturation": saturation}, {"weights": weights}
     grid = {"strengths": (3.0, 0.1), "texts": (2.0, 0.0)}
-    method, data = method_of(**grid)
+    method, data = method_of(local=rule, **how, **grid)
     _, engine, _ = played(method, data)
     sent: list[Message] = []
 
@@ -153,7 +166,7 @@ def test_leaving_a_client_out_is_training_without_it():
     for row, strength in enumerate(grid["strengths"]):
         for column, text in enumerate(grid["texts"]):
             for name, ids, first in ((NEWCOMER, others, 0), (CLIENT, ABLE, 1)):
-                single, _ = method_of(strengths=(strength,), texts=(text,))
+                single, _ = method_of(local=rule, **how, strengths=(strength,), texts=(text,))
                 head = played(single, data, ids)[0].shared
                 low, high = int(data.bounds[2, first]), int(data.bounds[2, 2])
                 logits = single.model.logits({k: v[None] for k, v in head.items()}, data.x[None, low:high])[0]
@@ -189,8 +202,9 @@ def test_a_client_without_others_examples_has_its_own_ridge():
     assert alone.shared.keys() == {"head", "bias"}
 
 
-def test_secure_sums_give_the_same_model():
-    method, data = method_of()
+@pytest.mark.parametrize("saturation", [0.0, 10.0])
+def test_secure_sums_give_the_same_model(saturation):
+    method, data = method_of(local={"saturation": saturation})
     plain, _, cohort = played(method, data)
     hidden = Cohort(Stacked(method, data, 2), ABLE, 1, secure=Secure(0.6, 64.0))
     masked = method.round(method.init(len(data)), hidden)

@@ -59,6 +59,7 @@ class Examples(NamedTuple):
 class SecondMoments(Local):
     keep: bool = True  # true: each client solves a head of its own; false: it uses the shared one
     balance: bool = True  # true: every class of a client counts the same; false: every example does
+    saturation: NotNegative = 0.0  # κ: with balance=true, n examples of a class count n/(n + κ); 0: all classes alike
     shares: tuple[Share, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
     pulls: tuple[NotNegative, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
 
@@ -91,7 +92,7 @@ class SecondMoments(Local):
     def own_moments(self, model: Model, params: Params, data: Data, at: int) -> Moments:
         examples = examples_of(model, params, data, at)
         x, y = examples.x[: examples.train], examples.y[: examples.train]
-        return ridge.moments(x, y, len(model.task.classes), self.balance)
+        return ridge.moments(x, y, len(model.task.classes), self.balance, self.saturation)
 
     def sent(self, model: Model, params: Params, data: Data, at: int) -> Moments:
         """A client's moments as it sends them: with noise (dp=example), and rounded to the dtype of its reply, so that it
