@@ -257,7 +257,9 @@ class Clip(HuggingFaceModel["CLIPModel"]):
     @torch.no_grad()
     def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
         """[images, dim], before they are normalised."""
-        if self.device.type == "cpu":  # a tenth less time: of the last layer, only the class token is computed
+        # a tenth less time on a CPU: of the last layer, only the class token is computed. Not for ONNX, where this would fix
+        # the number of images
+        if self.device.type == "cpu" and not torch.jit.is_tracing():
             return self.image_layers.features(self.first_layer_input(images)[None])[0]
         pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
         found: Tensor = self.model.visual_projection(pooled)
