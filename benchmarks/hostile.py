@@ -764,7 +764,7 @@ def secrets_of(fed: Federation) -> dict[str, set[bytes]]:
         kept = [p.read_bytes() for p in sorted((fed.place / f"home-{site}" / "kept").iterdir())]
         for content in kept[1:]:  # the first is what everybody begins with
             found["private rows"] |= windows(content) - windows(kept[0])
-        for path in (fed.place / f"home-{site}").glob("runs/fedot/clients/*/data.safetensors"):
+        for path in (fed.place / f"home-{site}").glob("runs/*/clients/*/data.safetensors"):
             x = load_file(path)["x"].flatten(1)
             for kind in (torch.float32, torch.float64, torch.float16):
                 for row in x.to(kind):
