@@ -26,6 +26,8 @@ def main() -> fedvlm.Run:
     received = apart.folder / "received.jsonl"
     sent: Counter[tuple[str, str]] = Counter()
     for entry in ledger.entries(received):
+        if not entry.tensors:
+            continue  # an answer without values
         sent[entry.site, f"{entry.step}: {' '.join(t.name for t in entry.tensors)}"] += entry.bytes
     for (hospital, what), size in sent.items():
         print(f"left {hospital}: {size:,} bytes, {what}")

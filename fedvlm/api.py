@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def run(method: str, **keys: object) -> Run:
-    """Runs one method and returns the finished run; a run that is already there is recognised, not repeated.
+    """Runs one method and returns the finished run; a run that is already finished is not repeated.
 
     `method` is a name of `fedvlm.methods()` or a recipe file. Several runs (seeds=, leave-one-domain-out): use `bench`."""
     setup = chosen(method, prepared(keys))
@@ -449,7 +449,7 @@ def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
     known = [j.folder for j in jobs if (j.folder / "run.json").exists() and RunFolder(j.folder).done]
     if known:
         text = f"{known[0]} is" if len(jobs) == 1 else f"{len(known)} of {len(jobs)} runs are"
-        console.note(f"{text} already there: recognised, not repeated")
+        console.note(f"{text} already finished and not repeated")
     sizes = [1 + j.setup.config.rounds for j in jobs]
     done = [0] * len(jobs)
     title = jobs[0].setup.method.label if len(jobs) == 1 else f"{len(jobs)} runs"

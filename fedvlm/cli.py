@@ -61,55 +61,64 @@ TRUST = Argument(
 WITH_BACKBONE = Argument(
     "--with-backbone", {"action": "store_true", "help": "copy the backbone's files into the folder"}
 )
-ONNX = Argument("--onnx", {"action": "store_true", "help": "also image encoder and adapter as one ONNX file"})
+ONNX = Argument("--onnx", {"action": "store_true", "help": "also write image encoder and adapter as one ONNX file"})
 DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
 COMMANDS = {
-    "demo": Command("five methods on real images, from nothing, in a minute or two", (PAIRS, CSV)),
-    "run": Command("run one method", (METHOD, PAIRS, CSV, DRY)),
+    "demo": Command("compare five methods on bundled images, in a minute or two", (PAIRS, CSV)),
+    "run": Command("run one method on one data set", (METHOD, PAIRS, CSV, DRY)),
     "bench": Command(
-        "run several methods alike and compare",
+        "run several methods under the same protocol and compare them",
         (Argument("words", {"nargs": "+", "metavar": "METHOD|key=value"}), CSV, LATEX),
     ),
     "reproduce": Command(
-        "the tables of the papers: list them, run one, and see ours beside theirs",
+        "list the tables of the papers, run one, and show our numbers beside the published ones",
         (
             Argument("words", {"nargs": "*", "metavar": "PAPER|TABLE|key=value"}),
             Argument(
-                "--dry", {"action": "store_true", "help": "say what is there, missing, and its cost; train nothing"}
+                "--dry",
+                {"action": "store_true", "help": "show which data are missing, and the cost; train nothing"},
             ),
             Argument(
-                "--rehearse", {"action": "store_true", "help": "on made-up data and small models, within a minute"}
+                "--rehearse",
+                {"action": "store_true", "help": "try it on made-up data and small models, within a minute"},
             ),
             CSV,
         ),
     ),
-    "compare": Command("a table from run folders", (RUNS, CSV, LATEX, SELECT)),
+    "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT)),
     "report": Command(
-        "one self-contained page from run folders, or served while they go on",
+        "write a self-contained HTML page of finished runs, or serve it while runs go on (--watch)",
         (
             RUNS,
             Argument("--out", {"default": "report.html", "metavar": "FILE"}),
             Argument(
                 "--details",
-                {"action": "store_true", "help": "also what the models said of test images: confusions, reliability"},
+                {
+                    "action": "store_true",
+                    "help": "add confusion matrices, calibration, accuracy by class, features",
+                },
             ),
             Argument(
                 "--images",
-                {"action": "store_true", "help": "also example images, which are private data; reads the runs' data"},
+                {
+                    "action": "store_true",
+                    "help": "add example images (private data); reads the runs' data",
+                },
             ),
             Argument(
                 "--tsne",
                 {"action": "store_true", "help": "with --details: image features by t-SNE too; needs scikit-learn"},
             ),
             Argument(
-                "--watch", {"action": "store_true", "help": "serve the page to this machine while runs go on, no file"}
+                "--watch",
+                {"action": "store_true", "help": "serve the page on this machine while runs go on; no file"},
             ),
             Argument("--port", {"type": int, "default": 8750, "metavar": "N", "help": "of --watch; 0: any free one"}),
             TRUST,
         ),
     ),
     "convert": Command(
-        "data of other projects as data= takes it: LEAF's json, CoOp's split files, DomainNet's lists, prostate MRI (NIfTI)",
+        "convert data of other projects: LEAF's json, CoOp's split files, DomainNet's lists, prostate MRI (NIfTI)",
         (
             Argument("kind", {"choices": ("leaf", "coop", "domainnet", "prostate")}),
             Argument("source", {"metavar": "SOURCE"}),
@@ -117,7 +126,7 @@ COMMANDS = {
             PAIRS,
         ),
     ),
-    "resume": Command("go on with runs that were stopped", (RUNS, TRUST)),
+    "resume": Command("continue runs that were stopped", (RUNS, TRUST)),
     "predict": Command(
         "classify images with a run or an exported folder",
         (
@@ -133,7 +142,10 @@ COMMANDS = {
                 {"default": "", "metavar": "PLACE", "help": "the same weights, where the recorded place has none"},
             ),
             TRUST,
-            Argument("--out", {"metavar": "FILE", "help": "also write the table as CSV (also --csv)"}),
+            Argument(
+                "--out",
+                {"metavar": "FILE", "help": "write the table as CSV instead of printing it (also --csv)"},
+            ),
             Argument("--csv", {"metavar": "FILE", "help": "as --out"}),
             Argument(
                 "--masks", {"metavar": "FOLDER", "default": "", "help": "write predicted masks there (segmentation)"}
@@ -141,7 +153,7 @@ COMMANDS = {
         ),
     ),
     "export": Command(
-        "a folder to deploy from",
+        "export a model as a folder that needs neither the run nor its data",
         (
             RUN,
             Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}),
@@ -152,7 +164,7 @@ COMMANDS = {
         ),
     ),
     "push": Command(
-        "a folder in the layout of the Hugging Face hub, from a run or an export; uploads nothing",
+        "write a run or an export as a folder for the Hugging Face hub; uploads nothing",
         (
             Argument("run", {"metavar": "RUN|EXPORT"}),
             Argument("folder", {"metavar": "FOLDER"}),
@@ -163,11 +175,11 @@ COMMANDS = {
         ),
     ),
     "evaluate": Command(
-        "new questions to finished runs, without training: outsiders=A,B corrupt=fog,snow data=OTHER",
+        "evaluate finished runs on more data, without training: outsiders=A,B corrupt=fog,snow data=OTHER",
         (RUN, PAIRS, TRUST, CSV),
     ),
     "attack": Command(
-        "what embeddings that clients sent reveal about their images",
+        "measure what embeddings that clients sent reveal about their images",
         (
             RUNS,
             Argument("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"}),
@@ -176,7 +188,7 @@ COMMANDS = {
         ),
     ),
     "ls": Command(
-        "what there is",
+        "list methods, parts, data, backbones or runs",
         (
             Argument(
                 "what",
@@ -190,12 +202,12 @@ COMMANDS = {
         ),
     ),
     "show": Command(
-        "a method with every key, or a run: what it did",
+        "show a method with all of its keys, or what a run did",
         (METHOD, PAIRS, Argument("--yaml", {"action": "store_true", "help": "as a complete recipe file"})),
     ),
-    "init": Command("start a recipe of your own", (Argument("file", {"metavar": "NAME.yaml"}), PAIRS)),
+    "init": Command("write the start of your own recipe", (Argument("file", {"metavar": "NAME.yaml"}), PAIRS)),
     "cache": Command(
-        "the feature store: list, prune",
+        "list or prune stored image features",
         (
             Argument("--prune", {"action": "store_true", "help": "remove views (all, or those named)"}),
             Argument(
@@ -206,7 +218,7 @@ COMMANDS = {
         ),
     ),
     "federation": Command(
-        "a federation across machines: make its kits (init), add a site (add), ask who is there (status)",
+        "set up a federation across machines: make kits (init), add a site (add), list connected sites (status)",
         (
             Argument("what", {"choices": ("init", "add", "status")}),
             Argument("words", {"nargs": "*", "metavar": "SITE|KIT|key=value"}),
@@ -215,7 +227,7 @@ COMMANDS = {
     "serve": Command("run a federation's server: home= backbone=", (KIT, PAIRS)),
     "join": Command("run a site of a federation: data= backbone= rules= home=", (KIT, PAIRS)),
     "ledger": Command(
-        "what left a site, or what a run's server received",
+        "list what left a site, or what a run's server received",
         (
             Argument("ledgers", {"nargs": "*", "metavar": "FILE|FOLDER", "help": "default: every site of this user"}),
             Argument("--verify", {"action": "store_true", "help": "only check that no line was changed or removed"}),
@@ -223,13 +235,20 @@ COMMANDS = {
             CSV,
         ),
     ),
-    "doctor": Command("what is wrong with this machine, and the fix"),
+    "doctor": Command("check this machine and suggest fixes"),
     "encode-server": Command("serve a backbone's embeddings over HTTP: backbone= host= port= texts=true", (PAIRS,)),
     "completion": Command(
-        'a script for completion in your shell: eval "$(fedvlm completion bash)"',
+        'print a completion script for your shell: eval "$(fedvlm completion bash)"',
         (Argument("shell", {"choices": ("bash", "zsh", "fish")}),),
     ),
 }
+FIRST_STEPS = """\
+first steps:
+  fedvlm demo                                         no data and no download needed
+  fedvlm run fedot data=FOLDER --dry                  how your images are understood; trains nothing
+  fedvlm bench fedot fedclip fedavg data=FOLDER       a table of methods
+  fedvlm run fedot --help                             every key of a method
+"""
 GOES_ON = ("demo", "run", "bench", "reproduce", "resume")  # commands that, given again, go on where they stopped
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
@@ -287,7 +306,10 @@ def _asks_for_keys(words: list[str]) -> bool:
 def _parse(words: list[str]) -> argparse.Namespace:
     """Words may stand before and behind options: argparse alone stops collecting them at the first option."""
     parser = _parser()
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+    if not words:
+        parser.print_help()
+        parser.exit(2)
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"no command '{words[0]}'; {_meant(words[0])}")
     args, rest = parser.parse_known_args(words)
     for word in rest:
@@ -325,7 +347,12 @@ def _as_key(word: str, words: list[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fedvlm", description=(fedvlm.__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        "fedvlm",
+        description=(fedvlm.__doc__ or "").split("\n")[0],
+        epilog=FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=fedvlm.__version__)
     known = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():

@@ -41,6 +41,9 @@ class Predictor:
     params: Params
     whose: str  # "shared", or a client's name
 
+    def __repr__(self) -> str:
+        return f"Predictor({self.whose} model, {len(self.classes)} classes, backbone {self.backbone.name})"
+
     @property
     def classes(self) -> tuple[str, ...]:
         return self.model.task.classes

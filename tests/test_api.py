@@ -42,7 +42,7 @@ def test_a_run_is_an_object(run, images):
 
 def test_the_same_run_is_recognised(run, images, capsys):
     again = fedvlm.run("fedot", data=images, unseen="noto", rounds=2, out=run.folder)
-    assert again.folder == run.folder and "recognised" in capsys.readouterr().out
+    assert again.folder == run.folder and "not repeated" in capsys.readouterr().out
 
 
 def test_bench_gives_one_table(images, tmp_path):

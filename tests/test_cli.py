@@ -45,7 +45,7 @@ def test_run_leaves_what_scripts_rely_on(done):
 
 def test_run_again_is_recognised(images, done, capsys):
     assert main(["run", "fedot", f"data={images}", "unseen=noto", "rounds=3", "lr=0.05", f"out={done}"]) == 0
-    assert "recognised, not repeated" in capsys.readouterr().out
+    assert "already finished and not repeated" in capsys.readouterr().out
 
 
 def test_dry_shows_and_trains_nothing(images, tmp_path, capsys):

@@ -455,4 +455,4 @@ def test_damaged_answers_are_named(run, answers, tmp_path):
 
 def test_the_log_is_there_only_where_a_client_failed(run):
     assert not (run.folder / "log.txt").exists()
-    assert re.search(r"`log.txt` \|.*only where there is something to say", (DOCS / "start.md").read_text())
+    assert re.search(r"`log.txt` \|.*only if there were any", (DOCS / "start.md").read_text())

@@ -89,6 +89,12 @@ def test_options_and_commands_of_other_libraries(line, says, capsys):
     assert ended.value.code == 2 and says in capsys.readouterr().err
 
 
+def test_without_a_command_the_first_steps_are_shown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2 and "fedvlm run fedot data=FOLDER --dry" in capsys.readouterr().out
+
+
 def test_every_meant_key_exists():
     known = {key.name for _, key in all_keys()}
     assert words.SAME.keys() <= known

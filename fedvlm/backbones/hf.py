@@ -259,7 +259,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         """[images, dim], before they are normalised."""
         # a tenth less time on a CPU: of the last layer, only the class token is computed. Not for ONNX, where this would fix
         # the number of images
-        if self.device.type == "cpu" and not torch.jit.is_tracing():
+        if self.device.type == "cpu" and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return self.image_layers.features(self.first_layer_input(images)[None])[0]
         pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
         found: Tensor = self.model.visual_projection(pooled)

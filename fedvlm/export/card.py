@@ -110,8 +110,9 @@ def method(record: RunRecord) -> str:
     held = ", ".join(map(plain, record.unseen)) or "nobody"
     parts = f"adapter={record.adapter.name}, local={record.local.name}, merge={record.merge.name}"
     rounds = record.result.last["round"] if record.result else record.rounds
+    protocol = f"Protocol: {plain(record.protocol)}; " if record.protocol != "one" else "Clients "
     return (
-        f"{title} ({plain(parts)}). Protocol: {plain(record.protocol)}, held out: {held}; {rounds} rounds, the last one; "
+        f"{title} ({plain(parts)}). {protocol}held out: {held}; {rounds} rounds, the last one; "
         f"one run with seed {record.seed}.\n"
     )
 
