@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def main() -> None:
             env = os.environ | {"FEDVLM_CACHE": cache, "OMP_NUM_THREADS": str(count)}
             out = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
         wall, cpu = json.loads(out.splitlines()[-1])
-        rate, floor = args.images / wall, model_alone(args.data, count)
+        rate, floor = args.images / wall, rate_together(model_alone, count, args.data)
         first, first_floor = first or rate, first_floor or floor
         shown = [f"{rate:.0f}", f"{floor:.0f}", f"{rate / floor:.2f}", f"{cpu / wall:.2f}", f"{rate / first:.2f}"]
         rows.append([str(count), *shown, f"{floor / first_floor:.2f}"])
@@ -68,20 +68,22 @@ def probe(data: str, images: int, count: int) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - busy
 
 
-def model_alone(data: str, count: int) -> float:
-    """Images per second of so many processes together, each on a core of its own."""
+def rate_together(compute: Callable[..., None], count: int, *args: object) -> float:
+    """What so many processes compute per second together. Each runs compute(number, barrier, results, *args): it waits at
+    the barrier until all are ready, and puts its own rate into the results."""
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(count), spawn.Queue()
-    each = [spawn.Process(target=compute, args=(data, core, barrier, results)) for core in range(count)]
+    each = [spawn.Process(target=compute, args=(number, barrier, results, *args)) for number in range(count)]
     for process in each:
         process.start()
     rates = [results.get(timeout=300) for _ in each]
     for process in each:
         process.join()
-    return sum(rates)
+    return float(sum(rates))
 
 
-def compute(data: str, core: int, barrier, results) -> None:  # type: ignore[no-untyped-def]
+def model_alone(core: int, barrier, results, data: str) -> None:  # type: ignore[no-untyped-def]
+    """Images per second on one core."""
     use_cores([core])
     torch.set_num_threads(1)
     model = loaded()

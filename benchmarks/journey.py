@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from ahead import rate_together
 from PIL import Image
 from roofline import random_clip
 
@@ -155,7 +155,7 @@ def write_jpegs(folder: Path, count: int) -> Path:
 
 def jpegs(home: Path, model: Path, count: int) -> None:
     folder = write_jpegs(home / "jpeg", count)
-    limit = decode_limit(folder, model)
+    limit = rate_together(decode_some, cores(), folder, model)
     print(f"decoding and resizing alone, {cores()} processes: {limit:,.0f} images/s")
     rows = []
     for precision, required in (("full", 1000), ("half", 2500)):
@@ -168,20 +168,8 @@ def jpegs(home: Path, model: Path, count: int) -> None:
     console.rows(columns, rows)
 
 
-def decode_limit(folder: Path, model: Path) -> float:
-    """Images per second of all cores together, without a model and without one lock for all."""
-    spawn = multiprocessing.get_context("spawn")
-    barrier, results = spawn.Barrier(cores()), spawn.Queue()
-    each = [spawn.Process(target=decode_some, args=(folder, model, k, barrier, results)) for k in range(cores())]
-    for process in each:
-        process.start()
-    rates = [results.get(timeout=300) for _ in each]
-    for process in each:
-        process.join()
-    return sum(rates)
-
-
-def decode_some(folder: Path, model: Path, k: int, barrier, results) -> None:  # type: ignore[no-untyped-def]
+def decode_some(k: int, barrier, results, folder: Path, model: Path) -> None:  # type: ignore[no-untyped-def]
+    """Images per second of this process, without a model and without one lock for all."""
     torch.set_num_threads(1)
     clip = loaded(model)
     paths = sorted(folder.rglob("*.jpg"))[k :: cores()][:FEW]
