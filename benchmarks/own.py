@@ -90,7 +90,7 @@ LAYOUTS = {
     "emoji-centred": Layout("emoji", DOMAINS | {"rounds": 20, "centre": "own"}, (*ONE_ROUND, *GRADIENT[:5])),
     "caltech": Layout("caltech", SKEWED | {"partition": "disjoint"}, (*ONE_ROUND, *GRADIENT, "fedgh", "promptfl")),
     "caltech-dirichlet": Layout(
-        "caltech", SKEWED | {"partition": "dirichlet", "alpha": 0.5}, (*ONE_ROUND, *GRADIENT, "promptfl")
+        "caltech", SKEWED | {"partition": "dirichlet", "alpha": 0.5}, (*ONE_ROUND, *GRADIENT, "fedgh", "promptfl")
     ),
     "novel": Layout("caltech", NOVEL, ("zero-shot", "moments-names", "fedclip", "promptfl", "fedtpg", "fedlora")),
     "outsiders": Layout(

@@ -8,6 +8,7 @@ negative eigenvalues (of noise, or of a client that does not keep to the protoco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -101,6 +102,21 @@ def noised(given: Moments, spread: float, secret: bytes, *numbers: int) -> Momen
     return Moments(given.second + unpacked(second), given.cross + cross.view(given.cross.shape))
 
 
+class Line(NamedTuple):
+    """Heads that are linear in a number t: start + t · slope."""
+
+    start: Tensor
+    slope: Tensor
+
+    def at(self, t: float) -> Tensor:
+        return self.start + t * self.slope
+
+    def accuracies(self, times: Sequence[float], x: Tensor, y: Tensor) -> list[float]:
+        """Of the heads at these numbers; 0 where there is no example."""
+        start, slope = x @ self.start, x @ self.slope
+        return [share_of_right(start + t * slope, y) for t in times]
+
+
 class Ridge:
     """The solutions of one regression, for any λ and V."""
 
@@ -169,6 +185,11 @@ def from_params(params: Params) -> Tensor:
     return torch.cat([head, params["bias"].double()[..., None, :]], dim=-2) if "bias" in params else head
 
 
-def accuracy(weights: Tensor, x: Tensor, y: Tensor) -> float:
-    """0 where there is no example."""
-    return float(((x @ weights).argmax(-1) == y).double().mean()) if len(y) else 0.0
+def line(solved: Ridge | Gaussian | Bilinear, strength: float, towards: Tensor) -> Line:
+    """The solutions with V = t · towards, which are linear in t."""
+    start = solved.solve(strength, torch.zeros_like(towards))
+    return Line(start, solved.solve(strength, towards) - start)
+
+
+def share_of_right(logits: Tensor, y: Tensor) -> float:
+    return float((logits.argmax(-1) == y).double().mean()) if len(y) else 0.0

@@ -27,6 +27,7 @@ from fedvlm.local.moments import (
     CLIENT,
     CROSS,
     NEWCOMER,
+    NEWCOMERS,
     SCORED,
     SECOND,
     SecondMoments,
@@ -38,7 +39,7 @@ from fedvlm.merge.moments import SumOfMoments
 from fedvlm.method import Method
 from fedvlm.privacy.mechanism import Privacy, secret_of
 from fedvlm.report.tables import summarise
-from fedvlm.ridge import Bilinear, Moments, Ridge, moments
+from fedvlm.ridge import Bilinear, Gaussian, Line, Moments, Ridge, moments
 from fedvlm.secure.settings import Secure
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -165,17 +166,18 @@ def test_leaving_a_client_out_is_training_without_it(weights, saturation):
     others = ABLE[ABLE != 2]
     for row, strength in enumerate(grid["strengths"]):
         for column, text in enumerate(grid["texts"]):
-            for name, ids, first in ((NEWCOMER, others, 0), (CLIENT, ABLE, 1)):
+            for name, ids in ((NEWCOMER, others), (CLIENT, ABLE)):
                 single, _ = method_of(local=rule, **how, strengths=(strength,), texts=(text,))
                 head = played(single, data, ids)[0].shared
-                low, high = int(data.bounds[2, first]), int(data.bounds[2, 2])
+                low, high = int(data.bounds[2, 1]), int(data.bounds[2, 2])
                 logits = single.model.logits({k: v[None] for k, v in head.items()}, data.x[None, low:high])[0]
                 expected = (logits.argmax(-1) == data.y[low:high]).double().mean()
                 assert float(reply[name][0, row, column]) == pytest.approx(float(expected), abs=1e-12)
 
 
-def test_the_personal_head_is_the_regression_on_own_and_others_examples():
-    rule = {"shares": (0.3,), "pulls": (0.7,)}
+@pytest.mark.parametrize("towards", [1.0, 0.25])
+def test_the_personal_head_is_the_regression_on_own_and_others_examples(towards):
+    rule = {"shares": (0.3,), "pulls": (0.7,), "towards": (towards,)}
     method, data = method_of(local=rule, **ONE)
     state, engine, _ = played(method, data)
     shared, own = ridge.from_params(state.shared).numpy(), engine.rows.read(ABLE, 1)
@@ -186,7 +188,7 @@ def test_the_personal_head_is_the_regression_on_own_and_others_examples():
         second = (each[k].second + 0.3 * sum(m.second for m in rest)).numpy()
         cross = (each[k].cross + 0.3 * sum(m.cross for m in rest)).numpy()
         pull = 0.7 * np.trace(second) / len(second)
-        expected = np.linalg.solve(second + pull * np.eye(len(second)), cross + pull * shared)
+        expected = np.linalg.solve(second + pull * np.eye(len(second)), cross + pull * towards * shared)
         found = {n: own[copies.COPY + n][k] for n in state.shared}
         np.testing.assert_allclose(ridge.from_params(found).numpy(), expected, atol=1e-9)
 
@@ -260,20 +262,35 @@ def test_packing_is_exact():
 
 
 def test_the_candidate_is_chosen_as_asked():
-    replies = {NEWCOMER: torch.tensor([[[0.9, 0.2, 0.7]]]), CLIENT: torch.tensor([[[0.1, 0.8, 0.7]]])}
-    found = {how: first_best(mean_accuracy(replies, how))[1] for how in ("newcomers", "clients", "both")}
-    assert found == {"newcomers": 0, "clients": 1, "both": 2}
+    replies = {NEWCOMER: torch.tensor([[[0.9, 0.2, 0.7]]]), CLIENT: torch.tensor([[[0.1, 0.8, 0.72]]])}
+    found = {how: first_best(mean_accuracy(replies, how))[1] for how in NEWCOMERS}
+    assert found == {"newcomers": 0, "clients": 1, "both": 2, "mostly-newcomers": 2}
+    assert mean_accuracy(replies, "mostly-newcomers")[0].tolist() == pytest.approx([0.7, 0.35, 0.705])
 
 
 def test_candidates_count_by_how_well_examples_tell_them_apart():
-    heads = [torch.full((2, 3), float(k)) for k in range(3)]
-    accuracies = torch.tensor([0.5, 0.7, 0.7])
-    assert torch.equal(averaged(heads, accuracies, 100, 0), heads[1])  # the first of the best
+    lines = [Line(torch.full((2, 3), 10.0 * k), torch.ones(2, 3)) for k in range(2)]
+    times, accuracies = (0.0, 2.0), torch.tensor([[0.5, 0.7], [0.7, 0.6]])  # of the heads 0, 2, 10 and 12
+    assert torch.equal(averaged(lines, times, accuracies, 100, 0), lines[0].at(2.0))  # the first of the best
     error = 1 / (2 * 100**0.5)
-    weights = np.exp(accuracies.numpy() / (2 * error))
-    found = averaged(heads, accuracies, 100, 2)
-    assert float(found[0, 0]) == pytest.approx(float(weights @ [0, 1, 2] / weights.sum()), rel=1e-12)
-    assert float(averaged(heads, accuracies, 10**9, 2)[0, 0]) == pytest.approx(1.5)  # only the best are left
+    weights = np.exp(accuracies.numpy().reshape(-1) / (2 * error))
+    found = averaged(lines, times, accuracies, 100, 2)
+    assert float(found[0, 0]) == pytest.approx(float(weights @ [0, 2, 10, 12] / weights.sum()), rel=1e-12)
+    assert float(averaged(lines, times, accuracies, 10**9, 2)[0, 0]) == pytest.approx(6)  # only the best are left
+
+
+def test_solutions_are_linear_in_what_they_are_shrunk_towards():
+    draw = torch.Generator().manual_seed(8)
+    x, prior, text = (torch.randn(n, d, generator=draw) for n, d in ((30, 6), (6, 4), (4, 6)))
+    y = torch.randint(4, (30,), generator=draw)
+    given = moments(ridge.with_one(x[:, :-1]), y, 4, balance=False)
+    for solved, towards in ((Ridge(given), prior), (Gaussian(given), prior), (Bilinear(given, text), torch.eye(6))):
+        line = ridge.line(solved, 0.2, towards)
+        for t in (0.0, 0.5, 8.0):
+            torch.testing.assert_close(line.at(t), solved.solve(0.2, t * towards), atol=1e-12, rtol=0)
+    line = ridge.line(Ridge(given), 0.2, prior)
+    expected = [float(((x @ line.at(t)).argmax(-1) == y).double().mean()) for t in (0.0, 0.5, 8.0)]
+    assert line.accuracies((0.0, 0.5, 8.0), x, y) == expected and line.accuracies((1.0,), x[:0], y[:0]) == [0.0]
 
 
 def selected(y: list[int], adapter: str = "affine") -> dict[str, torch.Tensor]:
@@ -298,10 +315,10 @@ def test_classes_that_nobody_else_has_do_not_count_as_newcomers():
     """Leaving a client out would leave them without any example, and the choice would only see the class names."""
     alone = selected([3, 3, 3, 4, 4, 4, 3, 4, 3])
     assert torch.equal(alone[NEWCOMER], alone[CLIENT]) and float(alone[SCORED]) == 3
-    mixed = selected([0, 1, 2, 3, 4, 3, 0, 3, 4])
-    share = mixed[NEWCOMER] * 4  # of its nine examples, four are of classes that client 0 has
+    mixed = selected([0, 1, 2, 3, 4, 3, 0, 1, 4])
+    share = mixed[NEWCOMER] * 2  # of its three validation examples, two are of classes that client 0 has
     assert torch.equal(share, share.round()) and not torch.equal(mixed[NEWCOMER], mixed[CLIENT])
-    named = selected([3, 3, 3, 4, 4, 4, 3, 4, 3], "named")[NEWCOMER] * 9  # its heads come from the names: all count
+    named = selected([3, 3, 3, 4, 4, 4, 3, 4, 3], "named")[NEWCOMER] * 3  # its heads come from the names: all count
     torch.testing.assert_close(named, named.round())
 
 

@@ -2,15 +2,17 @@
 
 train: A_i = Σ w x xᵀ and B_i = Σ w x yᵀ go up, divided by n_i, w balancing the classes of the client.
 adjust, stage "select": from the sums over all clients, the client computes the heads of every strength λ and text weight c
-with and without its own moments; their accuracies go up. Without its moments, examples of classes that nobody else has are
-not scored (with adapter=named they are: its heads come from the names); where no others are left, both accuracies are the
-same.
-adjust, stage "personal": W_i = (A_i + ρ Σ_{j≠i} A_j + μI)⁻¹(B_i + ρ Σ_{j≠i} B_j + μ W_g), the mean over a grid of ρ and μ by
-accuracy on the client's own validation data (`averaged`); nothing of it leaves the client.
+with and without its own moments; their accuracies on its validation examples go up. (Training examples would be new to a
+model without this client only where no other client has the same objects.) Without its moments, examples of classes that
+nobody else has are not scored (with adapter=named they are: its heads come from the names); where no others are left, both
+accuracies are the same.
+adjust, stage "personal": W_i = (A_i + ρ Σ_{j≠i} A_j + μI)⁻¹(B_i + ρ Σ_{j≠i} B_j + μ η W_g), the mean over a grid of ρ, μ and
+η by accuracy on the client's own validation data (`averaged`); nothing of it leaves the client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -25,7 +27,7 @@ from fedvlm.keys import NotNegative, Share
 from fedvlm.local import copies
 from fedvlm.local.base import Local, Trained
 from fedvlm.local.model import Model
-from fedvlm.ridge import Bilinear, Gaussian, Moments, Ridge
+from fedvlm.ridge import Bilinear, Gaussian, Line, Moments, Ridge
 from fedvlm.schema import Field, Fields
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ STRENGTHS, TEXTS = "strengths", "texts"  # in that message: the candidates for �
 AVERAGING = "averaging"  # in that message: see `averaged`
 NEWCOMER, CLIENT = "newcomer", "client"  # replies: accuracy without and with the client's own moments, [λ, c]
 SCORED = "scored"  # reply: the number of validation examples
+NEWCOMERS = {"both": 0.5, "mostly-newcomers": 0.75, "newcomers": 1.0, "clients": 0.0}  # choose=: weight of the first
 SELECT, PERSONAL = "select", "personal"  # stages of the step `adjust`
 
 
@@ -62,6 +65,7 @@ class SecondMoments(Local):
     saturation: NotNegative = 0.0  # κ: with balance=true, n examples of a class count n/(n + κ); 0: all classes alike
     shares: tuple[Share, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
     pulls: tuple[NotNegative, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
+    towards: tuple[Share, ...] = (1.0,)  # η, share of the shared head that μ pulls towards: candidates
 
     partner: ClassVar[str] = "moments"
     one_round: ClassVar[bool] = True
@@ -81,7 +85,10 @@ class SecondMoments(Local):
     @torch.no_grad()
     def train(self, model: Model, own: Params, message: Message, data: Data) -> Trained:
         params = copy_per_client(message.shared, len(data)) | copies.adapter_params(own)
-        found = [self.sent(model, one_of(params, i), data, i) for i in range(len(data))]
+        found = []
+        for i in range(len(data)):
+            own_moments = self.own_moments(model, one := one_of(params, i), data, i)
+            found.append(self.as_sent(own_moments, model, one, data, i))
         values = {SECOND: torch.stack([ridge.packed(m.second) for m in found])}
         values[CROSS] = torch.stack([m.cross for m in found])
         values = {k: v.to(data.dtype) for k, v in values.items()}
@@ -94,16 +101,15 @@ class SecondMoments(Local):
         x, y = examples.x[: examples.train], examples.y[: examples.train]
         return ridge.moments(x, y, len(model.task.classes), self.balance, self.saturation)
 
-    def sent(self, model: Model, params: Params, data: Data, at: int) -> Moments:
+    def as_sent(self, own: Moments, model: Model, params: Params, data: Data, at: int) -> Moments:
         """A client's moments as it sends them: with noise (dp=example), and rounded to the dtype of its reply, so that it
         can take them off a sum."""
-        found = self.own_moments(model, params, data, at)
         if data.private is not None:
             n = int(data.counts("train")[at])
             length = (data.private.clip**2 + ("bias" in params)) ** 0.5
             spread = data.private.noise * ridge.sensitivity(length, len(model.task.classes)) / max(1, n)
-            found = ridge.noised(found, spread, data.private.secret, data.round, int(data.ids[at]))
-        return Moments(*(m.to(data.dtype).double() for m in found))
+            own = ridge.noised(own, spread, data.private.secret, data.round, int(data.ids[at]))
+        return Moments(*(m.to(data.dtype).double() for m in own))
 
     def uncovered(self, merge: Merge) -> str:
         """The choice of λ and c asks for accuracies, and balancing by class depends on all labels."""
@@ -126,8 +132,9 @@ class SecondMoments(Local):
         """The client's own moments with their weight, and the sums of all others."""
         weight = float(data.counts("train")[at]) if float(message.extra[BY_SIZE]) else 1.0
         total = Moments(ridge.unpacked(message.extra[SECOND].double()), message.extra[CROSS].double())
-        others = total.plus(self.sent(model, params, data, at), -weight)
-        return Moments(*(weight * m for m in self.own_moments(model, params, data, at))), others
+        own = self.own_moments(model, params, data, at)
+        others = total.plus(self.as_sent(own, model, params, data, at), -weight)
+        return Moments(*(weight * m for m in own)), others
 
     def adjusted(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Params:
         """The accuracies of all candidates; zeros in the stage that does not ask for them."""
@@ -137,30 +144,30 @@ class SecondMoments(Local):
             return found
         mine, others = self.others(model, params, message, data, at)
         examples, prior = examples_of(model, params, data, at), text_prior(model, message.shared)
-        # nothing of this client is in `others`, so its training examples are as new as its validation examples
-        known = torch.ones_like(examples.y, dtype=torch.bool)
+        x, y = examples.validation
+        known = torch.ones_like(y, dtype=torch.bool)
         if "bias" in params and not model.adapter.open_vocabulary:
-            known = ridge.occurring(others)[examples.y]
-        sets = {CLIENT: (others.plus(mine), *examples.validation)}
-        sets |= {NEWCOMER: (others, examples.x[known], examples.y[known])} if known.any() else {}
+            known = ridge.occurring(others)[y]
+        sets = {CLIENT: (others.plus(mine), x, y)} | ({NEWCOMER: (others, x[known], y[known])} if known.any() else {})
         for name, (moments, x, y) in sets.items():
             solved = solver(message, model, moments)
             for row, strength in enumerate(strengths):
-                for column, text in enumerate(texts):
-                    head = by_class(model, solved.solve(strength, text * prior))
-                    found[name][row, column] = ridge.accuracy(head, x, y)
+                heads = by_class(model, ridge.line(solved, strength, prior))
+                found[name][row] = torch.tensor(heads.accuracies(texts, x, y))
         return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
     def personal_head(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Tensor:
         mine, others = self.others(model, params, message, data, at)
         x, y = examples_of(model, params, data, at).validation
         shared, scored = ridge.from_params(message.shared), int(data.counts("val")[at])
-        heads: list[Tensor] = []
+        heads, reached = list[Line](), list[list[float]]()
+        pulls, towards = (grid if scored else grid[:1] for grid in (self.pulls, self.towards))
         for share in self.shares if scored else self.shares[:1]:
             solved = solver(message, model, mine.plus(others, share))
-            heads += [solved.solve(pull, shared) for pull in (self.pulls if scored else self.pulls[:1])]
-        reached = torch.tensor([ridge.accuracy(by_class(model, head), x, y) for head in heads], dtype=torch.float64)
-        return averaged(heads, reached, scored, float(message.extra[AVERAGING]))
+            for pull in pulls:
+                heads.append(ridge.line(solved, pull, shared))
+                reached.append(by_class(model, heads[-1]).accuracies(towards, x, y))
+        return averaged(heads, towards, torch.tensor(reached), scored, float(message.extra[AVERAGING]))
 
 
 def solver(message: Message, model: Model, moments: Moments) -> Ridge | Gaussian | Bilinear:
@@ -169,19 +176,23 @@ def solver(message: Message, model: Model, moments: Moments) -> Ridge | Gaussian
     return Gaussian(moments) if float(message.extra[GAUSSIAN]) else Ridge(moments)
 
 
-def by_class(model: Model, head: Tensor) -> Tensor:
-    """The head of each class [features, classes]: of adapter=named, from its name."""
-    return head @ model.task.names().double().mT if model.adapter.open_vocabulary else head
+def by_class(model: Model, heads: Line) -> Line:
+    """The heads of each class [features, classes]: of adapter=named, from its name."""
+    return Line(*(h @ model.task.names().double().mT for h in heads)) if model.adapter.open_vocabulary else heads
 
 
-def averaged(heads: list[Tensor], accuracies: Tensor, count: int, averaging: float) -> Tensor:
-    """The mean of the heads with weights exp(accuracy/(averaging · s)), s = 1/(2√count) the largest standard error that the
-    accuracy on so many examples can have: candidates that the examples cannot tell apart count alike. averaging = 0: the
-    first of the best."""
+def averaged(heads: Sequence[Line], times: Sequence[float], accuracies: Tensor, count: int, averaging: float) -> Tensor:
+    """The mean of heads[row].at(times[column]) with weights exp(accuracy[row, column]/(averaging · s)), s = 1/(2√count) the
+    largest standard error that the accuracy on so many examples can have: candidates that the examples cannot tell apart
+    count alike. averaging = 0: the first of the best."""
     if not averaging:
-        return heads[int(accuracies.argmax())]
-    weights = torch.softmax(accuracies * (2 * max(1, count) ** 0.5 / averaging), 0)
-    return torch.stack([weight * head for weight, head in zip(weights, heads, strict=True)]).sum(0)
+        row, column = first_best(accuracies)
+        return heads[row].at(times[column])
+    weights = torch.softmax(accuracies.double().reshape(-1) * (2 * max(1, count) ** 0.5 / averaging), 0)
+    weights = weights.view(accuracies.shape)
+    lengths = weights @ torch.tensor(times, dtype=torch.float64)
+    each = zip(heads, weights.sum(1).tolist(), lengths.tolist(), strict=True)
+    return torch.stack([weight * head.start + length * head.slope for head, weight, length in each]).sum(0)
 
 
 def one_of(params: Params, at: int) -> Params:
@@ -215,9 +226,9 @@ def text_prior(model: Model, shared: Params) -> Tensor:
 
 
 def mean_accuracy(replies: Params, choose: str) -> Tensor:
-    """Of each candidate, [λ, c]: as a newcomer's, as a client's, or both alike; mean over clients."""
-    names = {"newcomers": (NEWCOMER,), "clients": (CLIENT,)}.get(choose, (NEWCOMER, CLIENT))
-    return torch.stack([replies[k].double().mean(0) for k in names]).mean(0)
+    """Of each candidate, [λ, c]: as a newcomer's (these count as NEWCOMERS says) and as a client's; mean over clients."""
+    share = NEWCOMERS[choose]
+    return share * replies[NEWCOMER].double().mean(0) + (1 - share) * replies[CLIENT].double().mean(0)
 
 
 def first_best(scores: Tensor) -> tuple[int, int]:

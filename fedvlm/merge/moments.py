@@ -46,6 +46,7 @@ from fedvlm.ridge import Moments
 from fedvlm.schema import SHARE, Field, Fields
 from fedvlm.secure.fixed import Summand
 
+Judged = Literal["both", "mostly-newcomers", "newcomers", "clients"]
 LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of length 1 and a 1 give at most 1
 
 
@@ -61,7 +62,7 @@ class SumOfMoments(Merge):
         1,
         0,
     )  # c, length of the class names' embeddings: candidates; 0: not used
-    choose: Literal["both", "newcomers", "clients"] = "both"  # by accuracy without or with clients' moments, or both
+    choose: Judged = "both"  # by accuracy without clients' own moments (newcomers), with them, or both, alike or 3 to 1
     averaging: NotNegative = 0.0  # heads count by exp(accuracy/this many standard errors); 0: the best candidate alone
 
     partner: ClassVar[str] = "moments"
@@ -109,8 +110,8 @@ class SumOfMoments(Merge):
             replies = cohort.ask("adjust", message).values
             accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
             cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
-        heads = [solved.solve(strength, text * prior) for strength in self.strengths for text in self.texts]
-        head, (row, column) = averaged(heads, accuracies.reshape(-1), count, self.averaging), first_best(accuracies)
+        heads = [ridge.line(solved, strength, prior) for strength in self.strengths]
+        head, (row, column) = averaged(heads, self.texts, accuracies, count, self.averaging), first_best(accuracies)
         shared = state.shared | ridge.to_params(head, state.shared)
         cohort.effects |= {"strength": [self.strengths[row]], "text": [self.texts[column]]}
         after = state._replace(shared=shared, server=state.server | {k: message.extra[k] for k in (SECOND, CROSS)})
