@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = LINK.sub(lambda link: in_site(link, (ROOT / homes.get(path, f"docs/{path}")).parent), markdown)
     if path == "methods.md":
         markdown = with_method_links(markdown)
-    return LONG.sub(r"\2\n<p class='long'>Not run by the tests, which check its words only: \1.</p>\n", markdown)
+    return LONG.sub(r"\2\n<p class='long'>The tests check this block but do not run it (\1).</p>\n", markdown)
 
 
 def in_site(link: re.Match[str], folder: Path) -> str:
