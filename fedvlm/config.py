@@ -67,19 +67,17 @@ WEEKS = 1_000_000  # seconds; some systems cannot wait for more than 49 days
 class Layout:
     """Which client holds what."""
 
-    partition: Partition = "auto"  # auto: as the data name clients, else one per domain, else dirichlet
-    clients: Annotated[int, Range(1, 1_000_000)] = 10  # how many (for domain-iid and domain-dirichlet: in each domain)
-    alpha: Annotated[float, Range(1e-9)] = 0.5  # dirichlet: small is skewed
-    per_client: Whole = 0  # pathological: classes per client, overlapping; 0 deals each class to one client
-    shots: Whole = 0  # training images per class and client; 0 is all
-    split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test; or split=FILE, CoOp's json
-    unseen: tuple[str, ...] = ()  # domains (or clients) that nobody trains on
-    unseen_split: Literal["test", "all"] = "test"  # of unseen domains: the test images are scored, or all images
-    centre: Literal["none", "own"] = (
-        "none"  # own: each client, newcomers too, takes its images' mean off their embeddings
-    )
+    partition: Partition = "auto"  # auto: the clients that the data name, else one per domain, else dirichlet
+    clients: Annotated[int, Range(1, 1_000_000)] = 10  # number of clients; domain-iid, domain-dirichlet: per domain
+    alpha: Annotated[float, Range(1e-9)] = 0.5  # dirichlet: concentration; smaller values are more skewed
+    per_client: Whole = 0  # pathological: classes per client, which may overlap; 0: each class to one client
+    shots: Whole = 0  # training images per class and client; 0: all
+    split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test in %; or split=FILE, CoOp's json
+    unseen: tuple[str, ...] = ()  # domains (or clients) that are held out of training
+    unseen_split: Literal["test", "all"] = "test"  # images of unseen domains that are scored
+    centre: Literal["none", "own"] = "none"  # own: each client, also a new one, subtracts the mean of its embeddings
     score: Literal["own", "domain", "all"] = (
-        "own"  # test images: a client's own, of all clients of its domain, or of all clients that train
+        "own"  # test images to score on: the client's own, its domain's, or those of all clients that train
     )
 
 
@@ -90,65 +88,71 @@ class Config(Layout):
     data: str = "emoji"  # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
     backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
     encode: Literal["full", "tf32", "half"] = (
-        "full"  # precision of encoding images: float32, TF32 or bfloat16, which are faster on a GPU; stored apart
+        "full"  # precision of encoding images: float32, TF32, bfloat16; the last two are faster on a GPU
     )
-    template: str = "a photo of a {}"  # phrase made of a class name; several (commas, FILE, clip) are averaged
-    names: str = ""  # a file of class names, .json or .csv of folder → name; "": the folders' own names
-    split_file: str = ""  # the same as split=FILE: CoOp's split file, whose images, classes and split are taken
-    group: str = ""  # a regular expression: files whose first bracket agrees (a patient) stay on one side of a split
-    domains: Whole = 0  # only so many of the domains (sites, roles), drawn by their names; 0 is all
-    classes: tuple[str, ...] = ()  # only these classes, such as classes=dog,cat, or a file of names; none named: all
+    template: str = "a photo of a {}"  # phrase for a class name; several (commas, FILE, clip) are averaged
+    names: str = ""  # a .json or .csv file of class names by folder; "": the names of the folders
+    split_file: str = ""  # as split=FILE: CoOp's split file, which gives images, classes and split
+    group: str = ""  # regular expression: files that agree in its first group (a patient) get the same split
+    domains: Whole = 0  # use only this many domains (sites, roles), drawn by a hash of their names; 0: all
+    classes: tuple[str, ...] = ()  # use only these classes: classes=dog,cat, or a file of names; empty: all
     stride: Count = 8  # text: characters from one example to the next
     outsiders: str = ""  # a folder of images of no class: records how well models detect them (auroc, fpr95)
     corrupt: Annotated[int, Range(0, 75)] = 0  # corrupted copies per test image (15 kinds × 5 severities); records cacc
     metrics: tuple[str, ...] = ()  # further metrics to record: ece, macro_f1, or a file or module of your own
-    broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and name them, or stop
-    settings: Literal["tuned", "paper"] = "tuned"  # paper: only what the method's paper states
+    broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and list them, or stop
+    settings: Literal["tuned", "paper"] = "tuned"  # paper: ignore settings that were tuned for the backbone
     protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = (
-        "one"  # what is held out: as unseen= says, each domain in turn, or half of the classes
+        "one"  # what is held out: what unseen= names, each domain in turn, or half of the classes
     )
-    rounds: Whole = 50  # in each, the server sends the shared model, clients train, and the server merges; 0: none
-    participation: PositiveShare = 1.0  # share of clients asked each round
-    sampling: Literal["fixed", "poisson"] = "fixed"  # of a round's clients: that share exactly, or each independently
-    dropout: Share = 0.0  # rehearsal of failures: share of asked clients that do not answer
-    quorum: Share = 0.5  # share of asked clients that must answer
-    bound: NotNegative = 5.0  # an update longer than so many times the median of its round is cut to that; 0: never
+    rounds: Whole = 50  # number of communication rounds; 0: no training
+    participation: PositiveShare = 1.0  # share of clients that are asked per round
+    sampling: Literal["fixed", "poisson"] = (
+        "fixed"  # fixed: exactly that share of clients; poisson: each client independently
+    )
+    dropout: Share = 0.0  # simulated failures: share of asked clients that do not answer
+    quorum: Share = 0.5  # share of asked clients that must answer for a round to count
+    bound: NotNegative = 5.0  # updates longer than this multiple of the round's median are scaled down to it; 0: never
     dp: Literal["none", "client", "example"] = (
-        "none"  # differential privacy, of a client or of an example (docs/privacy.md)
+        "none"  # differential privacy for each client or each example (docs/privacy.md)
     )
-    epsilon: Annotated[float, Range(0, 100)] = (
-        0.0  # dp: ε that the whole run may spend; 0: none, noise_multiplier= counts
-    )
+    epsilon: Annotated[float, Range(0, 100)] = 0.0  # dp: target ε of the whole run; 0: none, noise_multiplier= is used
     delta: Annotated[float, Range(0, 1, below=True)] = (
-        0.0  # dp: δ; 0: 1/n^1.1 of n clients (of the smallest's examples)
+        0.0  # dp: δ; 0: 1/n^1.1 for n clients (dp=example: n examples of the smallest client)
     )
-    noise_multiplier: NotNegative = (
-        0.0  # dp: the noise's standard deviation divided by clip_norm=; 0: as epsilon= needs
-    )
+    noise_multiplier: NotNegative = 0.0  # dp: standard deviation of the noise divided by clip_norm=; 0: from epsilon=
     clip_norm: Positive = 1.0  # dp: norm to which a client's update (or an example's gradient) is clipped
     clip_quantile: Annotated[float, Range(0, 1, below=True)] = (
         0.0  # dp=client: clip_norm= follows this quantile; 0: fixed
     )
-    noise_at: Literal["server", "client"] = "server"  # dp=client: who adds the noise; client: the server is not trusted
-    secure: bool = False  # secure aggregation: the server sees sums of updates, never one client's (docs/secure.md)
-    threshold: Annotated[float, Range(0.5, 1, above=True)] = 0.6  # secure: share of asked clients that a sum must have
-    secure_range: Positive = 64.0  # secure: each number of an update is clipped to ± this; small ones save bytes
-    federation: str = ""  # the kit of who starts runs (admin.zip): the run goes on at the sites of its federation
+    noise_at: Literal["server", "client"] = (
+        "server"  # dp=client: who adds the noise; client: needs no trust in the server
+    )
+    secure: bool = False  # secure aggregation: the server sees only sums of updates (docs/secure.md)
+    threshold: Annotated[float, Range(0.5, 1, above=True)] = 0.6  # secure: share of asked clients that must be in a sum
+    secure_range: Positive = 64.0  # secure: values of an update are clipped to ± this; smaller ranges send fewer bytes
+    federation: str = ""  # admin.zip of a federation: the run uses its sites (docs/federation.md)
     engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: an NVIDIA GPU, if any, for networks and prompts
-    chunk: Whole = 0  # clients side by side; 0 follows the measured rule
-    workers: Annotated[int, Range(1, 64)] = 1  # stacked, serial: processes that share a run's clients; on all GPUs
+    chunk: Whole = 0  # number of clients computed together; 0: chosen automatically
+    workers: Annotated[int, Range(1, 64)] = (
+        1  # stacked, serial: processes that share the clients of a run, over all GPUs
+    )
     timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
-    grace: Annotated[float, Range(0, WEEKS)] = 60.0  # loopback: seconds that the others have once a quorum has answered
+    grace: Annotated[float, Range(0, WEEKS)] = (
+        60.0  # loopback: seconds that the others still have once a quorum has answered
+    )
     personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
-    evaluate: Count = 1  # score every so many rounds (and always the last)
-    threads: Annotated[int, Range(1, 1024)] = 1  # for training; small steps gain nothing from more
-    seed: Seed = 50  # of splits, partitions, initial values and batches; the same seed gives the same run
+    evaluate: Count = 1  # rounds between evaluations; the last round is always evaluated
+    threads: Annotated[int, Range(1, 1024)] = 1  # CPU threads for training; small steps do not get faster with more
+    seed: Seed = 50  # seed of splits, partitions, initial values and batches; the same seed gives the same run
     seeds: tuple[Seed, ...] = ()  # several runs, one per seed
     jobs: Whole = 0  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
-    launcher: Literal["none", "slurm", "ray"] = "none"  # where runs go: none: here; other machines (docs/launchers.md)
-    launch: tuple[str, ...] = ()  # launcher: what a job asks for, NAME:VALUE each, such as gpus_per_node:1
-    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()  # trackers that also get each round's numbers
+    launcher: Literal["none", "slurm", "ray"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
+    launch: tuple[str, ...] = ()  # launcher: resources of a job, NAME:VALUE each, such as gpus_per_node:1
+    log: tuple[
+        Literal["tensorboard", "wandb", "mlflow"], ...
+    ] = ()  # trackers that also record the numbers of each round
     out: str = ""  # run: the run's folder; several runs: the folder that holds them
 
 

@@ -13,17 +13,19 @@ PAGE: Path = Path(__file__).parent.parent / "docs" / "keys.md"  # in a source tr
 KINDS = {"adapter": "adapters", "local": "local rules", "merge": "merges", "metric": "metrics"}
 COLUMNS = ["key", "default", "values", "meaning"]
 HEAD = """# Keys
-Written by `python -m fedvlm.catalogue` from the fields of the dataclasses; not edited by hand. `fedvlm show METHOD` and \
-`fedvlm run METHOD --help` list those of one method, with the values that it has.
+This page lists every key with its default, its allowed values and what it does. `fedvlm show METHOD` and \
+`fedvlm run METHOD --help` list the keys of one method with the values that it uses.
 
-A key is given as `key=value`: `fedvlm run fedot lr=0.01 rounds=20`, in Python `fedvlm.run("fedot", lr=0.01, rounds=20)`. \
-Lists are separated by commas. Where two parts have a key of one name, `local.lr=` is that of one of them. In `bench`, a \
-key of a part with several values (`lr=0.001,0.01,0.1`) is a [sweep](compare.md#sweeps).
+Keys are given as `key=value`: `fedvlm run fedot lr=0.01 rounds=20`, in Python `fedvlm.run("fedot", lr=0.01, rounds=20)`. \
+Lists are separated by commas. If two parts have a key of the same name, `local.lr=` sets it for one of them. In `bench`, \
+a key of a part with several values (`lr=0.001,0.01,0.1`) is a [sweep](compare.md#sweeps).
+
+This page is written by `python -m fedvlm.catalogue` from the fields of the dataclasses; do not edit it by hand.
 """
 
 
 def page(known: Catalogue) -> str:
-    text = [HEAD, "## Of a run", *table(COLUMNS, ([*cells(k)] for k in known.run))]
+    text = [HEAD, "## Keys of a run", *table(COLUMNS, ([*cells(k)] for k in known.run))]
     for kind, title in KINDS.items():
         rows: dict[tuple[str, ...], list[str]] = {}
         for name, part in known.parts[kind].items():
@@ -31,7 +33,7 @@ def page(known: Catalogue) -> str:
                 rows.setdefault(cells(key), []).append(name)
         count = len(known.parts[kind])
         lines = ([*row, "all" if len(names) == count else ", ".join(names)] for row, names in sorted(rows.items()))
-        text += [f"\n## Of {title}", *table([*COLUMNS, f"{kind}="], lines)]
+        text += [f"\n## Keys of {title}", *table([*COLUMNS, f"{kind}="], lines)]
     return "\n".join(text) + "\n"
 
 
