@@ -177,7 +177,7 @@ def _import(what: str, folder: Path, entry: str, mark: str, names: set[str]) -> 
         raise
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, SyntaxError) else f" ({Path(at.filename).name}:{at.lineno})"  # it names its line
+        where = "" if isinstance(error, SyntaxError) else f" ({Path(at.filename).name}:{at.lineno})"
         raise FedvlmError(f"{what} does not import: {type(error).__name__}: {error}{where}") from error
     finally:
         sys.path.remove(str(folder))
