@@ -55,13 +55,7 @@ class SumOfMoments(Merge):
     solver: Literal["ridge", "gaussian"] = "ridge"  # a ridge regression, or Gaussian discriminant analysis (TOFA)
     weights: Literal["size", "uniform"] = "uniform"  # of a client: its number of training examples, or the same for all
     strengths: tuple[Positive, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
-    texts: tuple[NotNegative, ...] = (
-        8,
-        4,
-        2,
-        1,
-        0,
-    )  # c, length of the class names' embeddings: candidates; 0: not used
+    texts: tuple[NotNegative, ...] = (1, 2, 4, 8, 0)  # c, length of class names' embeddings: candidates; 0: not used
     choose: Judged = "both"  # by accuracy without clients' own moments (newcomers), with them, or both, alike or 3 to 1
     averaging: NotNegative = 0.0  # heads count by exp(accuracy/this many standard errors); 0: the best candidate alone
 
