@@ -292,7 +292,7 @@ def test_the_site_builds(tmp_path, monkeypatch):
     made = {p.stem: p.read_text(encoding="utf-8") for p in (tmp_path / "methods").glob("*.html")}
     assert made.keys() == set(recipe.names())
     for name in ("fedot", "feddtl", "focoop"):
-        for part in ("Idea and equations", "Settings", "Published", "Ours", "What acts", "Pitfalls"):
+        for part in ("Idea and equations", "Settings", "Published results", "Our results", "Mechanisms", "Pitfalls"):
             assert f">{part}<" in made[name] or f">{part}" in made[name], (name, part)
     for page in tmp_path.rglob("*.html"):
         html = page.read_text(encoding="utf-8")

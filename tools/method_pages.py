@@ -77,8 +77,9 @@ def page(name: str) -> str:
     lines = [f"# {about.title}", f"*{about.paper}*\n" if about.paper else "", f"{sentence(about.idea)}\n"]
     lines += [f"```\nfedvlm run {name} data=FOLDER\n```\n", *overview(setup)]
     lines += ["\n## Idea and equations", *equations(setup), "\n## Settings", *settings(name)]
-    lines += ["\n## Published", *published(name), "\n## Ours", *ours(name), "\n## What acts", *acting(setup)]
-    return "\n".join([*lines, "\n## Pitfalls", *pitfalls(setup)]) + "\n"
+    lines += ["\n## Published results", *published(name), "\n## Our results", *ours(name)]
+    lines += ["\n## Mechanisms", *acting(setup), "\n## Pitfalls", *pitfalls(setup)]
+    return "\n".join(lines) + "\n"
 
 
 def sentence(text: str) -> str:
@@ -98,13 +99,11 @@ def overview(setup: Setup) -> list[str]:
         ["parts", parts],
         ["works on", works_on(setup.adapter)],
         ["private to a client", listed(private) or "nothing"],
-        ["sent up by a client in a round", f"{size}: {listed(sent(method)) or 'nothing'}"],
+        ["sent by a client per round", f"{size}: {listed(sent(method)) or 'nothing'}"],
     ]
     if setup.merge.reveals:
-        rows.append(["beside parameters", f"**clients send {setup.merge.reveals}**"])
-    note = (
-        "Sizes: mini-clip, 10 classes, the settings below, one client; `fedvlm run … --dry` has those of your data.\n"
-    )
+        rows.append(["sent besides parameters", f"**clients send {setup.merge.reveals}**"])
+    note = "Sizes are for one client with mini-clip, 10 classes and the settings below; `fedvlm run … --dry` prints yours.\n"
     return [*table(["", ""], rows), "", note]
 
 
@@ -173,8 +172,8 @@ def settings(name: str) -> list[str]:
             rows.append(
                 [f"`{row.key.name}`", row.home, f"`{shown(row.value)}`", f"`{shown(here.value)}`", row.key.help]
             )
-    rest = f"All others have their defaults: `fedvlm show {name}` prints them, [keys](../keys.md) explains them.\n"
-    head = ["key", "of", "recipe", "on mini-clip", "meaning"]
+    rest = f"All other keys have their defaults: see `fedvlm show {name}` and [keys](../keys.md).\n"
+    head = ["key", "part", "recipe", "on mini-clip", "meaning"]
     return [*table(head, rows), "", rest] if rows else [rest]
 
 
@@ -187,7 +186,7 @@ def published(name: str) -> list[str]:
             keys = [f"on={on}"] * bool(on) + [f"{k}={v}" for k, v in under.items()]
             rows.append([data, " ".join(keys), values, str(numbers["source"])])
     if not rows:
-        return ["None of the papers in `fedvlm/papers` has a number of it that a run can stand beside.\n"]
+        return ["The papers in `fedvlm/papers` report no number for it that a run can be compared with.\n"]
     return [
         *table(["data", "keys", "in %", "source"], rows),
         "",
@@ -211,12 +210,12 @@ def ours(name: str) -> list[str]:
                 values = [f"{m} {row[grid.columns.index(m)]}" for m in MEASURES if m in grid.columns]
                 rows.append([grid.title, row[0], ", ".join(values)])
     found = [*table(["data and keys", "row", "test, %, ± std over seeds"], rows), ""] if rows else []
-    found.append("Mini-clip; rules and notes: [results](../results.md).\n" if rows else NOT_RUN)
+    found.append("Measured with mini-clip; protocol and notes: [results](../results.md).\n" if rows else NOT_RUN)
     for grid in (g for g in grids(DOCS / "claims.md") if g.title == name):
         wanted = [i for i, c in enumerate(grid.columns) if c.startswith(("claim", "ours", "mechanism", "verdict"))]
         head = [grid.columns[i] for i in wanted]
         checked = table(head, ([row[i] for i in wanted] for row in grid.rows))
-        found += ["Its paper's [claims](../claims.md), checked:\n", *checked, ""]
+        found += ["The [claims](../claims.md) of its paper, tested with mini-clip:\n", *checked, ""]
     return found
 
 
@@ -248,9 +247,9 @@ def acting(setup: Setup) -> list[str]:
         home = f"adapter `{setup.parts['adapter'].name}`, last round"
         rows += [[f"`{name}`", home, meaning] for name in setup.adapter.diagnostics]
     if not rows:
-        return ["Its local rule and its merge record no mechanism: there is nothing beside training and averaging.\n"]
-    note = "Every round's record has these numbers (medians over clients); `fedvlm show RUN` and the page print them.\n"
-    return [*table(["effect", "of", "meaning"], rows), "", note]
+        return ["It records no numbers about a mechanism: clients train, and the server averages.\n"]
+    note = "Each round's record has these numbers (medians over clients); `fedvlm show RUN` and the page show them.\n"
+    return [*table(["number", "recorded by", "meaning"], rows), "", note]
 
 
 def pitfalls(setup: Setup) -> list[str]:
@@ -267,7 +266,7 @@ def pitfalls(setup: Setup) -> list[str]:
     if tuned:
         found.append("Its settings on mini-clip were tuned on validation; with CLIP give `settings=paper`, or a sweep.")
     found += [b for page in ("methods.md", "pitfalls.md") for b in bullets(page) if names(setup, b)]
-    return [f"- {line}" for line in found] or ["None known beside the [general ones](../pitfalls.md)."]
+    return [f"- {line}" for line in found] or ["None known except the [general ones](../pitfalls.md)."]
 
 
 @cache
