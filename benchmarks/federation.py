@@ -166,10 +166,12 @@ class Federation:
         from safetensors.torch import load_file
 
         from fedvlm.engines.rows import Rows
+        from fedvlm.folder import RunFolder
 
         one, other = (load_file(self.place / r / "state.safetensors") for r in (run, reference))
         found = [k for k in other if k not in one or not torch.equal(one[k].nan_to_num(), other[k].nan_to_num())]
-        newcomer = {k.partition("/")[2]: v for k, v in other.items() if k.startswith("private/")}
+        saved = RunFolder(self.place / reference).load()
+        newcomer = saved[0].private if saved else {}
         round = int(json.loads((self.place / run / "rounds.jsonl").read_text().splitlines()[-1])["round"])
         name = json.loads((self.place / run / "received.jsonl").read_text().splitlines()[-1])["run"]
         rows = self.place / reference / "rows.bin"
