@@ -275,8 +275,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"fedvlm: {shown(error)}", file=sys.stderr)
     except KeyboardInterrupt:
-        on = f"; go on with: {shell_line(['fedvlm', *words])}" if args.command in GOES_ON else ""
-        print(f"\nfedvlm: stopped; what was saved stands{on}", file=sys.stderr)
+        on = f"; continue with: {shell_line(['fedvlm', *words])}" if args.command in GOES_ON else ""
+        print(f"\nfedvlm: stopped; everything written so far is kept{on}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

@@ -46,7 +46,7 @@ SWEEP = "sweep"  # the folder of the runs that a sweep tried (sweep.py)
 KEEPS_ROWS = ("serial", "stacked")  # engines with the private rows of all clients in rows.bin
 SYNC_SHARE = 20  # waiting for the disk may take one part in so many of the time
 RESTORE = "restore it from a copy, or start the run anew elsewhere"
-ADVICE = "what was saved stands: make room or get the right to write there, and `fedvlm resume` the run"
+ADVICE = "finished rounds are kept: free some space or get write permission there, then `fedvlm resume` the run"
 
 
 def identity(setup: Setup, pool: Pool) -> str:

@@ -132,7 +132,7 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
                         RunFolder(jobs[i].folder).log(f"its process died ({how}); it goes on in a new one")
                         waiting.append(i)  # last: if memory ran out, there may be more of it then
                     else:
-                        advice = "what was saved stands, and the same command goes on (jobs=1 needs the least memory)"
+                        advice = "finished rounds are kept; the same command continues (jobs=1 needs the least memory)"
                         ended(i, f"its process died twice ({how}); {advice}")
                     continue
                 places.learn(share)

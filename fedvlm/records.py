@@ -244,7 +244,7 @@ class RunRecord:
     @property
     def finished(self) -> Result:
         if self.result is None:
-            raise FedvlmError(f"run {self.identity} is not finished; go on with `fedvlm resume`")
+            raise FedvlmError(f"run {self.identity} is not finished; continue it with `fedvlm resume`")
         return self.result
 
     def to_json(self) -> str:

@@ -46,7 +46,8 @@ def test_ctrl_c_ends_a_bench_and_cancels_what_is_queued(jobs, images, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130 and took < 5, said  # two seconds where no other test runs
     assert "Traceback" not in said and f"'out={out}' jobs={jobs}" in said.splitlines()[-1]
-    assert said.splitlines()[-1].startswith("fedvlm: stopped; what was saved stands; go on with: fedvlm bench fedclip")
+    kept = "fedvlm: stopped; everything written so far is kept; continue with: fedvlm bench fedclip"
+    assert said.splitlines()[-1].startswith(kept)
     assert len(under_way(out)) == jobs  # the others never started
 
 

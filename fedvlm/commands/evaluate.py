@@ -7,7 +7,7 @@ import argparse
 from fedvlm import api, console
 from fedvlm.commands.output import write_rows
 from fedvlm.config import key_values
-from fedvlm.errors import FedvlmError, nearest
+from fedvlm.errors import FedvlmError
 from fedvlm.evaluate.questions import FOLDER, table
 
 KEYS = ("outsiders", "corrupt", "data")
@@ -17,7 +17,8 @@ def main(args: argparse.Namespace) -> None:
     given = key_values(args.pairs)
     for key in given:
         if key not in KEYS:
-            raise FedvlmError(f"{key}= is not a question; {nearest(key, KEYS)} (all else is taken from the run)")
+            known = ", ".join(f"{k}=" for k in KEYS)
+            raise FedvlmError(f"{key}=: evaluate takes {known} only; everything else is taken from the run")
     lines: list[list[str]] = []
     for run in api.runs(args.run, trust=args.trust):
         answers = table(run.evaluate(**{k: v.split(",") for k, v in given.items()}))

@@ -27,6 +27,6 @@ def watch(args: argparse.Namespace) -> None:
     if args.images:
         raise FedvlmError("--images is for a page that you keep; leave it out with --watch")
     made = server(Live(args.runs, Options(details=args.details)), args.port)
-    console.line(f"http://{LOOPBACK}:{made.server_port}/ shows the runs while they go on; Ctrl-C stops it")
+    console.line(f"http://{LOOPBACK}:{made.server_port}/ shows the page while runs go on; Ctrl-C stops it")
     with made:
         made.serve_forever()

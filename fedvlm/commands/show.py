@@ -63,7 +63,7 @@ def show_run(folder: Path) -> None:
     console.line(f"{record.method.label} on {record.data.name} with {backbone_id(record)}, seed {record.seed}")
     held = target(record)
     rounds = run.rounds()
-    done = "finished" if run.done else "not finished; `fedvlm resume` goes on"
+    done = "finished" if run.done else "not finished; `fedvlm resume` continues it"
     console.line(f"held out: {held}; {rounds[-1]['round'] if rounds else 0} rounds, {done}")
     last = record.result.last if record.result else (rounds[-1] if rounds else {})
     named = {"S": last.get("shared", {}).get("test"), **last}

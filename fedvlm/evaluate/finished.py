@@ -266,7 +266,7 @@ def check_askable(run: RunFolder, setup: Setup, asked: Sequence[tuple[str, str]]
     if setup.config.centre == "own":
         raise FedvlmError(f"{run.folder} was trained with centre=own, and new images have no client's mean to take off")
     if not run.done:
-        raise FedvlmError(f"{run.folder} is not finished; go on with `fedvlm resume` before you evaluate it")
+        raise FedvlmError(f"{run.folder} is not finished; continue it with `fedvlm resume` before you evaluate it")
     names: dict[tuple[str, str], str] = {}
     for kind, what in asked:
         if kind == "corrupt":
