@@ -366,7 +366,7 @@ def answers(run, others):
 
 def test_outsiders_are_detected_as_in_a_run_that_was_asked_at_once(answers, images, others, tmp_path):
     keys = {"outsiders": str(others / "trains"), "out": tmp_path / "run"}
-    last = fedvlm.run("fedot", data=images, unseen="noto", rounds=3, **keys).record.finished.last
+    last = fedvlm.run("fedot", data=images, unseen="noto", rounds=3, lr=0.01, **keys).record.finished.last
     found = {m: by_view for a in answers for m, by_view in a.scores.items()}
     for measure in ("auroc", "fpr95"):
         assert found[f"{measure}@trains"] == {view: s[measure] for view, s in last["detection"].items()}
@@ -375,7 +375,7 @@ def test_outsiders_are_detected_as_in_a_run_that_was_asked_at_once(answers, imag
 
 def test_rows_of_separate_processes_are_found(bytes_only, answers, images, others, tmp_path):
     keys = {"engine": "loopback", "out": tmp_path / "run"}
-    done = fedvlm.run("fedot", data=images, unseen="noto", rounds=3, **keys)
+    done = fedvlm.run("fedot", data=images, unseen="noto", rounds=3, lr=0.01, **keys)
     (found,) = done.evaluate(outsiders=str(others / "hands"))
     for measure, by_view in answers[0].scores.items():
         assert found.scores[measure] == pytest.approx(by_view, abs=1e-6)
