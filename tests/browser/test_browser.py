@@ -24,6 +24,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 WIDTHS = (390, 768, 1440)
 OVERFLOWS = """[...document.querySelectorAll('figure svg')].filter(
     (s) => s.getBoundingClientRect().right > innerWidth || s.scrollWidth > s.clientWidth + 1).length"""
+CUT_OFF = """[...document.querySelectorAll('caption span')].filter(
+    (s) => s.getBoundingClientRect().right > innerWidth).map((s) => s.textContent)"""
 OPEN = "document.querySelectorAll('details').forEach((d) => (d.open = true))"
 
 
@@ -75,6 +77,7 @@ def test_three_widths_two_schemes_and_no_overflow(tab, tmp_path) -> None:
                 tab.set_viewport_size({"width": width, "height": 900})
                 assert tab.evaluate("document.documentElement.scrollWidth") <= width, (address, scheme)
                 assert tab.evaluate(OVERFLOWS) == 0, (address, width, scheme)
+                assert tab.evaluate(CUT_OFF) == [], (address, width, scheme)
             colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
             colours.add(tab.evaluate("getComputedStyle(document.querySelector('.mark')).fill"))
         assert len(colours) == 4
