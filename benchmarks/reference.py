@@ -5,7 +5,7 @@
 
 Written to be read, not to be fast: torch.nn, torch.optim, autograd, one client after the other. From fedvlm it takes the
 stored embeddings, who holds which image in which split (checked here), and the settings of its runs (lr, batch, epochs,
-rounds, optimiser, weight decay, weights), nothing that trains or scores. Initial values and the order of batches are its
+rounds, optimiser, schedule, weight decay, weights), nothing that trains or scores. Initial values and the order of batches are its
 own, so that equal figures are not expected: G, P and C (leave-one-domain-out, test split, last round) should agree within 2
 points. What it found is kept in --out, and not computed again for the same settings.
 """
@@ -16,6 +16,7 @@ import argparse
 import copy
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ class Settings(NamedTuple):
     weight_decay: float
     uniform: bool  # weights of the mean
     align: float
+    cosine: bool  # lr falls from round to round by half a cosine
+
+    def in_round(self, t: int) -> Settings:
+        return self._replace(lr=self.lr / 2 * (1 + math.cos(math.pi * (t - 1) / self.rounds))) if self.cosine else self
 
 
 # models
@@ -254,7 +259,7 @@ def trained(method: str, problem: Problem, s: Settings, seed: int) -> Trained:
         replies = []
         for k, client in enumerate(problem.clients):
             model.load_state_dict(shared | own[k], strict=False)
-            train(model, client, s, torch.Generator().manual_seed(1000 * (1000 * seed + t) + k))
+            train(model, client, s.in_round(t), torch.Generator().manual_seed(1000 * (1000 * seed + t) + k))
             found = {name: v.detach().clone() for name, v in model.named_parameters()}
             own[k] = {name: found[name] for name in newcomer}
             replies.append({name: found[name] for name in shared})
@@ -307,7 +312,7 @@ def settings_of(run: RunFolder) -> Settings:
     """Of a run of fedvlm, as recorded."""
     record = run.record
     local, merge = record.local.settings, record.merge.settings
-    assert local["schedule"] == "constant" and not local["momentum"] and local["objective"] == "cross-entropy"
+    assert not local["momentum"] and local["objective"] == "cross-entropy"
     return Settings(
         lr=float(str(local["lr"])),
         batch=int(str(local["batch"])),
@@ -317,6 +322,7 @@ def settings_of(run: RunFolder) -> Settings:
         weight_decay=float(str(local["weight_decay"])),
         uniform=merge.get("weights") == "uniform",
         align=float(str(local.get("align", 0))),
+        cosine=local["schedule"] == "cosine",
     )
 
 
@@ -376,7 +382,7 @@ def main() -> None:
         found = [{m: [100 * float(str(ours[m][int(k)])) for k in theirs] for m in MEASURES}]
         found += [{m: [theirs[k][m] for k in theirs] for m in MEASURES}]
         rows.append(row_of(method, *found))
-        told.append(f"{method} lr={s.lr:g} rounds={s.rounds}")
+        told.append(f"{method} lr={s.lr:g}{' schedule=cosine' * s.cosine} rounds={s.rounds}")
         far += [f"{method} {m}" for m in MEASURES if abs(np.mean(found[0][m]) - np.mean(found[1][m])) > LIMIT]
         console.rows(HEAD, rows[-1:])
     if args.write:
