@@ -4,10 +4,10 @@
     python benchmarks/reference.py --data ../shared/data/pacs --write                 # docs/results.md
 
 Written to be read, not to be fast: torch.nn, torch.optim, autograd, one client after the other. From fedvlm it takes the
-stored embeddings, who holds which image in which split (checked here), and the settings of its runs (lr, batch, epochs,
-rounds, optimiser, schedule, weight decay, weights), nothing that trains or scores. Initial values and the order of batches are its
-own, so that equal figures are not expected: G, P and C (leave-one-domain-out, test split, last round) should agree within 2
-points. What it found is kept in --out, and not computed again for the same settings.
+stored embeddings, who holds which image in which split (checked here), and the settings of its runs (lr, schedule, batch,
+epochs, rounds, optimiser, weight decay, weights), nothing that trains or scores. Initial values and the order of batches are
+its own, so that equal figures are not expected: G, P and C (leave-one-domain-out, test split, last round) should agree
+within 2 points. What it found is kept in --out, and not computed again for the same settings.
 """
 
 from __future__ import annotations
