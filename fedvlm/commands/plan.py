@@ -42,7 +42,7 @@ def show_plan(setup: Setup, found: Sampled) -> None:
         )
     reveals = f" ({setup.merge.reveals})" if setup.merge.reveals else ""
     console.out.print(
-        f"stays on each client: {', '.join(['its images', listed(method.newcomer)] if method.newcomer else ['its images'])}; "
+        f"stays on each client: its images{f', {listed(method.newcomer)}' if method.newcomer else ''}; "
         f"is sent to the server: {', '.join(uploads(method))}{reveals}",
         markup=False,
     )
