@@ -32,7 +32,6 @@ from fedvlm.evaluate.views import selection
 BACKBONE = "mini-clip"
 EMBEDDED = ("head", "attention", "rotation", "linear", "mlp", "memory")  # adapters that train in seconds
 SERIES = (1.0, 3.0)
-STEPS = (-2, -1, 0, 1, 2)
 LIMIT = 2.0  # points
 TITLE = "Settings as shipped beside a grid of lr (benchmarks/defaults.py)"
 
@@ -60,9 +59,10 @@ class Found(NamedTuple):
 
 
 def grid(lr: float) -> tuple[float, ...]:
-    """The lr and two values of the series 1, 3, 10, 30, … on either side; one that is not in the series is in its place."""
-    place = round(math.log10(lr) * 2)
-    return tuple(lr if step == 0 else in_series(place + step) for step in STEPS)
+    """The lr and, of the series 1, 3, 10, 30, …, the two next values on either side."""
+    place = math.floor(math.log10(lr) * 2)
+    near = [in_series(place + step) for step in range(-3, 5)]
+    return (*[v for v in near if v < lr][-2:], lr, *[v for v in near if v > lr][:2])
 
 
 def in_series(place: int) -> float:

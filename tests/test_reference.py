@@ -59,6 +59,7 @@ def test_the_grid_is_two_steps_to_either_side(monkeypatch):
     import defaults  # benchmarks/defaults.py
 
     assert defaults.grid(0.03) == (0.003, 0.01, 0.03, 0.1, 0.3)
+    assert defaults.grid(0.2) == (0.03, 0.1, 0.2, 0.3, 1.0) and defaults.grid(0.08) == (0.01, 0.03, 0.08, 0.1, 0.3)
     assert defaults.grid(1e-3) == (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 
 
