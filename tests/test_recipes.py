@@ -124,7 +124,8 @@ def test_layers_are_ordered_and_say_where_they_come_from(tmp_path):
     expected = ["paper, like fedavg", "tuned for mini-clip, like fedavg"]
     expected += ["recipe my.yaml", "tuned for mini-clip, recipe my.yaml"]
     assert origins(str(mine)) == expected
-    assert merged(recipe.layers("mini-clip")) == {"lr": 0.5, "batch": 32, "epochs": 1, "rounds": 7, "schedule": "cosine"}
+    expected = {"lr": 0.5, "batch": 32, "epochs": 1, "rounds": 7, "schedule": "cosine"}
+    assert merged(recipe.layers("mini-clip")) == expected
     assert (recipe.name, recipe.path, recipe.title) == ("my", str(mine), "FedAvg")
     on = load(str(mine), "unet")
     assert origins(str(mine), "unet") == ["on unet", "recipe my.yaml, on unet"]
