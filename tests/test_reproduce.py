@@ -199,14 +199,14 @@ def test_costs_runs_and_what_is_there(pacs, tmp_path, capsys):
     assert len(list(tmp_path.iterdir())) == 8
     assert main(words) == 0
     again = capsys.readouterr().out
-    assert "8 of 8 runs are already there" in again and "runs to do" not in again
+    assert "8 of 8 runs are already finished" in again and "runs to do" not in again
     assert first.split("row  ")[-1] == again.split("row  ")[-1]
     table = api.runs(tmp_path).table()  # the same numbers as `bench` prints
     fedot = next(v for v in table.values if v["method"] == "fedot")
     assert re.search(rf"FEDOT \(Ours\) +G +{fedot['G']:.2f} +– +94.53 ± 0.35 +{fedot['G'] - 94.53:+.2f}\n", again)
     by_target = ["reproduce", "fedot", "S5", *words[3:]]
     assert main(by_target) == 0  # another table of the same runs
-    assert "8 of 8 runs are already there" in (out := capsys.readouterr().out)
+    assert "8 of 8 runs are already finished" in (out := capsys.readouterr().out)
     sketch = next(
         r.record for r in api.runs(tmp_path) if r.record.method.name == "fedot" and r.record.unseen == ["sketch"]
     )

@@ -45,7 +45,7 @@ def test_the_table_has_the_value_that_validation_chose(swept):
 def test_it_says_what_was_tried_and_goes_on_where_it_stopped(swept, images, capsys):
     assert main(["bench", "fedavg", "fedprox", *GRID, *words(images, swept)]) == 0
     text, said = capsys.readouterr()
-    assert text.count("6 of 6 runs are already there") == 2  # of the sweep and of the table: nothing is repeated
+    assert text.count("6 of 6 runs are already finished") == 2  # of the sweep and of the table: nothing is repeated
     assert "sweep of lr=1e-06,0.05 mu=0.01,1: chosen on seed 1 by the validation accuracy" in text
     assert "chosen: fedavg lr=0.05; fedprox lr=0.05 mu=" in text
     assert "zero-shot is not in this sweep: it trains nothing" in text
