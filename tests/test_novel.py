@@ -472,7 +472,8 @@ def test_it_predicts_among_base_classes(images, tmp_path, capsys):
     run_of(images, tmp_path / "run", "fedavg")
     picture = sorted((images / "noto" / "train").iterdir())[0]
     assert main(["predict", str(tmp_path / "run"), str(picture)]) == 0
-    assert any(name in capsys.readouterr().out for name in FIVE[:2])
+    out = capsys.readouterr().out
+    assert any(name in out for name in FIVE[:2])
 
 
 def test_on_a_gpu_the_tower_is_copied_once():

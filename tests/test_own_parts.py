@@ -177,7 +177,7 @@ def ideas(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_in_one_file_runs_resumes_predicts_and_is_exported(kind, ideas, images, tmp_path, monkeypatch):
-    words = ["fedavg", KINDS[kind], f"data={images}", "unseen=noto", "lr=0.05", "rounds=3"]
+    words = ["fedavg", KINDS[kind], f"data={images}", "unseen=noto", "lr=0.05", "schedule=constant", "rounds=3"]
     for name in ("whole", "cut"):
         assert main(["run", *words, f"out={tmp_path / name}"]) == 0
     cut_after(RunFolder(tmp_path / "cut"), 2)
