@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from results import DOCUMENT, written
+from results import write_section
 from study import finished_each
 
 from fedvlm import console, recipe
@@ -55,7 +54,9 @@ class Found(NamedTuple):
     @property
     def advised(self) -> float:
         """The lr that loses least where it loses most; the shipped one where that stays within the limit."""
-        return self.shipped if self.worst(self.shipped) <= LIMIT else min(grid(self.shipped), key=self.worst)
+        if self.worst(self.shipped) <= LIMIT:
+            return self.shipped
+        return min(set.intersection(*(set(found) for found in self.scores.values())), key=self.worst)
 
 
 def grid(lr: float) -> tuple[float, ...]:
@@ -123,7 +124,6 @@ def main() -> None:
     print()
     console.rows(head, rows(found, list(data)))
     if args.write:
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows(found, list(data)))]
         missed = [one.method for one in found if one.worst(one.shipped) > LIMIT]
         left = sorted(every.keys() - {one.method for one in found})
         notes = [
@@ -137,10 +137,8 @@ def main() -> None:
             f"{len(found) - len(missed)} of {len(found)} within {LIMIT:g} points on each data set; not: "
             f"{', '.join(missed) or 'none'}",
             f"recipes with settings for {BACKBONE} that were not run: {', '.join(left) or 'none'}",
-            f"written on {date.today()}",
         ]
-        text = "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
-        DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8"), {TITLE: text}), encoding="utf-8")
+        write_section(TITLE, head, [*rows(found, list(data))], notes)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from measured import Measured
-from results import DOCUMENT, written
+from results import write_section
 from study import run_each, seed_scores
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -396,7 +395,6 @@ def main() -> None:
     if args.write:
         name = Path(args.data).name
         title = f"{name}: beside an independent reference, protocol=leave-one-domain-out (benchmarks/reference.py)"
-        lines = ["| " + " | ".join(cells) + " |" for cells in (HEAD, ["---"] * len(HEAD), *rows)]
         notes = [
             f"test accuracy in %, last round; mean over seeds {', '.join(map(str, args.seeds))}, differences by seed ± "
             "standard deviation; the same images in the same splits, other initial values and order of batches",
@@ -404,10 +402,8 @@ def main() -> None:
             "fft-gp: the reference aligns normalised features, and fedvlm features of the embedding's length "
             "(fedvlm/adapters/attention.py), which holds personal models nearer to the shared one",
             f"means further apart than {LIMIT:g} points: {', '.join(far) or 'none'}",
-            f"written on {date.today()}",
         ]
-        text = "\n".join([*lines, "", *(f"- {note}" for note in notes)]) + "\n"
-        DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8"), {title: text}), encoding="utf-8")
+        write_section(title, HEAD, rows, notes)
 
 
 if __name__ == "__main__":

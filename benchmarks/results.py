@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
+import rows
+
 from fedvlm.folder import RunFolder, find
 from fedvlm.records import RunRecord
 from fedvlm.report.table import Table
@@ -61,6 +63,13 @@ def written(document: str, made: Mapping[str, str]) -> str:
     return HEAD + "".join(f"\n## {title}\n{text.strip()}\n" for title, text in sorted(found.items()))
 
 
+def write_section(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+    """Puts a table of another benchmark into the document, with its notes and the date."""
+    dated = [*notes, f"written on {date.today()}"]
+    text = "\n".join([rows.markdown(head, lines), "", *(f"- {note}" for note in dated)]) + "\n"
+    DOCUMENT.write_text(written(DOCUMENT.read_text(encoding="utf-8"), {title: text}), encoding="utf-8")
+
+
 def sections(document: str) -> dict[str, str]:
     """The text of each table, by title."""
     return dict(part.split("\n", 1) for part in document.split("\n## ")[1:])
@@ -68,12 +77,14 @@ def sections(document: str) -> dict[str, str]:
 
 def tables_of(runs: Sequence[RunFolder], seeds: int) -> dict[str, list[RunFolder]]:
     """By title: the runs of rows that so many seeds have."""
-    rows: dict[str, dict[str, dict[str, list[RunFolder]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    grouped: dict[str, dict[str, dict[str, list[RunFolder]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for run in runs:
         record = run.record
-        rows[title_of(record)][row_of(record)][str(record.local.settings.get("lr"))].append(run)
+        grouped[title_of(record)][row_of(record)][str(record.local.settings.get("lr"))].append(run)
     found: dict[str, list[RunFolder]] = {}
-    for title, by_row in rows.items():
+    for title, by_row in grouped.items():
         for rates in by_row.values():
             chosen = max(rates.values(), key=len)
             if len({run.record.seed for run in chosen}) >= seeds:

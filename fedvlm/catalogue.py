@@ -168,7 +168,7 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
     method = Method.build(adapter, local, merge, task)
     private = dict.fromkeys("a copy" if k.startswith(COPY) else k for k in method.newcomer)
     size = (nbytes(method.initial) + method.upload_bytes * method.trains) / 1e3
-    return ", ".join(private) or "–", f"{size:.3g}"
+    return ", ".join(private) or "–", f"{size:.3g}" if size < 1000 else f"{float(f'{size:.3g}'):,.0f}"
 
 
 if __name__ == "__main__":

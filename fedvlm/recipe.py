@@ -141,8 +141,13 @@ def load(name: str, on: str = "") -> Recipe:
 
 def _beside(file: File, key: str, value: str) -> str:
     """A part given as a file is looked for beside the recipe first, then in the working directory."""
-    found = file.path.parent / value
-    return str(found) if key in AXES and value.endswith(".py") and found.is_file() else value
+    return _located(file.path.parent, value) if key in AXES else value
+
+
+def _located(folder: Path, word: str) -> str:
+    """A .py file of this folder with its path; any other word as it is."""
+    found = folder / word
+    return str(found) if word.endswith(".py") and found.is_file() else word
 
 
 def published(method: str, on: str, data: str, settings: Mapping[str, object] | None = None) -> dict[str, float | str]:
@@ -322,14 +327,9 @@ def _files_beside(path: Path, name: str, value: Value) -> Value:
     """Metrics and engines given as files are looked for as parts are; see `_beside`."""
     if name not in ("metrics", "engine"):
         return value
-
-    def located(word: object) -> str:
-        found = path.parent / str(word)
-        return str(found) if str(word).endswith(".py") and found.is_file() else str(word)
-
-    return (
-        [located(word) for word in value] if isinstance(value, list) else ",".join(map(located, str(value).split(",")))
-    )
+    words = value if isinstance(value, list) else str(value).split(",")
+    found = [_located(path.parent, str(word)) for word in words]
+    return cast(Value, found) if isinstance(value, list) else ",".join(found)
 
 
 def _sections(path: Path, key: str, value: object) -> dict[str, Settings]:

@@ -48,17 +48,12 @@ def list_runs() -> None:
 
 
 def list_methods(known: Catalogue) -> None:
-    rows = [[m.name, m.parts, m.private, kilobytes(m.upload), m.paper] for m in known.methods]
+    rows = [[m.name, m.parts, m.private, m.upload, m.paper] for m in known.methods]
     console.rows(["method", "adapter × local × merge", "private", "kB up/client", "paper"], rows)
     console.note(
         "private: parameters that stay on a client; kB up/client: per round, for 10 classes and 512 dimensions; ?, of the "
         "tower: depends on the backbone, see `fedvlm run METHOD data=… --dry`; `fedvlm show METHOD` says what it does"
     )
-
-
-def kilobytes(text: str) -> str:
-    """2.1e+03 as 2,100."""
-    return f"{float(text):,.0f}" if "e" in text and text[0].isdigit() else text
 
 
 def list_data() -> None:

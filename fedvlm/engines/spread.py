@@ -150,8 +150,8 @@ class Spread(Engine):
             found: Found = pipe.recv()
         except (EOFError, OSError):
             raise FedvlmError(
-                f"a worker of this run died ({worker.end()}); what was saved stands: `fedvlm resume` goes on, and fewer "
-                "workers= need less memory"
+                f"a worker of this run died ({worker.end()}); finished rounds are kept: `fedvlm resume` continues, and "
+                "fewer workers= need less memory"
             ) from None
         for text in found.warnings:
             self.log(text)

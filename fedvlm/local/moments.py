@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,9 @@ STRENGTHS, TEXTS = "strengths", "texts"  # in that message: the candidates for �
 AVERAGING = "averaging"  # in that message: see `averaged`
 NEWCOMER, CLIENT = "newcomer", "client"  # replies: accuracy without and with the client's own moments, [λ, c]
 SCORED = "scored"  # reply: the number of validation examples
-NEWCOMERS = {"both": 0.5, "mostly-newcomers": 0.75, "newcomers": 1.0, "clients": 0.0}  # choose=: weight of the first
+Judged = Literal["both", "mostly-newcomers", "newcomers", "clients"]  # choose=
+# weight of newcomers' accuracy; the rest is that of clients
+NEWCOMERS: dict[Judged, float] = {"both": 0.5, "mostly-newcomers": 0.75, "newcomers": 1.0, "clients": 0.0}
 SELECT, PERSONAL = "select", "personal"  # stages of the step `adjust`
 
 
@@ -225,7 +227,7 @@ def text_prior(model: Model, shared: Params) -> Tensor:
     return found
 
 
-def mean_accuracy(replies: Params, choose: str) -> Tensor:
+def mean_accuracy(replies: Params, choose: Judged) -> Tensor:
     """Of each candidate, [λ, c]: as a newcomer's (these count as NEWCOMERS says) and as a client's; mean over clients."""
     share = NEWCOMERS[choose]
     return share * replies[NEWCOMER].double().mean(0) + (1 - share) * replies[CLIENT].double().mean(0)

@@ -35,6 +35,7 @@ from fedvlm.local.moments import (
     SELECT,
     STRENGTHS,
     TEXTS,
+    Judged,
     averaged,
     first_best,
     mean_accuracy,
@@ -46,7 +47,6 @@ from fedvlm.ridge import Moments
 from fedvlm.schema import SHARE, Field, Fields
 from fedvlm.secure.fixed import Summand
 
-Judged = Literal["both", "mostly-newcomers", "newcomers", "clients"]
 LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of length 1 and a 1 give at most 1
 
 
