@@ -412,7 +412,8 @@ def _check_nesting(text: str) -> None:
         aliases += isinstance(event, yaml.AliasEvent)
         if depth > DEEPEST or aliases > MOST_ALIASES:
             problem = "too many brackets or indents inside each other" if depth > DEEPEST else "too many aliases (*)"
-            raise yaml.constructor.ConstructorError(None, None, f"{problem}; write it plainly", event.start_mark)
+            mark: Any = event.start_mark  # its type differs between versions of types-PyYAML
+            raise yaml.constructor.ConstructorError(None, None, f"{problem}; write it plainly", mark)
 
 
 class PublishedTable(TypedDict, total=False):

@@ -22,7 +22,7 @@ from fedvlm.adapters.lora import Lora
 from fedvlm.adapters.maple import Maple
 from fedvlm.adapters.mma import Mma
 from fedvlm.adapters.visual import Visual
-from fedvlm.backbones import load
+from fedvlm.backbones import load, products
 from fedvlm.backbones.base import encode_view, tower_of, view_format
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
@@ -115,7 +115,7 @@ def test_a_view_is_the_towers_own_activations(clip, pictures):
                 view_format(clip, view).shape == tuple(found.shape[1:]) == (65, 256)
                 and view_format(clip, view).dtype == "<f4"
             )
-            assert far(found, own[k].cpu()) < 1e-5
+            assert far(found, own[k].cpu()) < 2e-5  # values of up to 20
 
 
 @pytest.mark.parametrize("view", ["hidden@8", "hidden@-9", "hidden@", "hidden@two", "hidden@1.5", "hidden@--1"])
@@ -147,8 +147,9 @@ def test_the_last_layers_are_exact(layers):
     assert far(top.features(enters[None].float()), plain[None].float()) < 1e-4, "in the activations' numbers"
 
 
-def test_of_the_last_layer_only_the_class_token_is_computed(clip):
+def test_of_the_last_layer_only_the_class_token_is_computed(clip, monkeypatch):
     """Counted, not timed: beside keys and values, a layer of 65 places costs what one place does."""
+    monkeypatch.setattr(products, "onednn", lambda: None)  # torch's counter does not know the operator
     top, hidden = clip.both_towers.image.last(1), torch.randn(1, 2, 65, 256)
     work = []
     for every in (False, True):

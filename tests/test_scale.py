@@ -235,16 +235,15 @@ def test_images_are_prepared_in_threads_and_encoded_in_the_same_batches(tmp_path
 
 def test_the_images_ahead_have_bounded_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(ahead.images, "PIXELS", 20)  # three images of six pixels
-    monkeypatch.setattr(ahead, "cores", lambda: 1)
     source = open_source(str(write_images(tmp_path / "pets", 9)))
     files = [ahead.Wanted(k, data, digest(data), False, None) for k, data in source.read()]
     begun: list[int] = []
 
-    def make(data: bytes, transform: ahead.Transform | None) -> ahead.Ready:
+    def make(data: bytes, transform: ahead.Transform | None, image: Image.Image | None) -> ahead.Ready:
         begun.append(len(begun))
         return ahead.Ready(Image.new("RGB", (3, 2)), 6)
 
-    for taken, (file, image) in enumerate(ahead.read_ahead(files, make, 128)):
+    for taken, (file, image) in enumerate(ahead.read_ahead(files, make, 128, 1)):
         assert file is files[taken] and image().pixels == 6 and len(begun) <= taken + 4
 
 

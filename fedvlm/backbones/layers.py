@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from fedvlm.backbones.products import linear
 from fedvlm.core import FedvlmError, Params
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def project(x: Tensor, affine: Affine, change: Change, *projections: str) -> Ten
     the frozen weights of these projections, concatenated."""
     pairs = [change[p] for p in projections if p in change]
     if not pairs:
-        return F.linear(x, *affine)
+        return linear(x, *affine)
     down = torch.cat([a for a, _ in pairs], 1)
     if x.is_cuda:  # pad the rank to a multiple of 8 for tensor cores
         down = F.pad(down, (0, 0, 0, -down.shape[1] % 8))
@@ -193,7 +194,7 @@ class LowRank(torch.autograd.Function):
     def forward(ctx: LowRankContext, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
         inner = x.flatten(1, 2) @ down.mT
         ctx.save_for_backward(x, weight, down, up, inner)
-        out = add_product(F.linear(x, weight, bias).flatten(1, 2), inner, up.mT)
+        out = add_product(linear(x, weight, bias).flatten(1, 2), inner, up.mT)
         return torch.unflatten(out, 1, x.shape[1:3])
 
     @staticmethod
@@ -206,7 +207,7 @@ class LowRank(torch.autograd.Function):
         grad_up = transposed_product(grad_out, torch.unflatten(inner, 1, rows)).sum_to_size(up.shape)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            flat = add_product((grad_out @ weight).flatten(1, 2), grad_inner, down)
+            flat = add_product(linear(grad_out, weight.mT).flatten(1, 2), grad_inner, down)
             grad_x = torch.unflatten(flat, 1, rows).sum_to_size(x.shape)
         return grad_x, None, None, grad_down, grad_up
 

@@ -56,6 +56,7 @@ from fedvlm.backbones.layers import (
     split_heads,
     to_device,
 )
+from fedvlm.backbones.products import linear
 from fedvlm.core import FedvlmError, Params
 
 if TYPE_CHECKING:
@@ -344,7 +345,7 @@ class TextTower:
             states.append(self._run_to_ends(inputs, past, last - shared, own_changes)[1])
         original = torch.tensor([c for group in groups for c in group]).argsort()
         pooled = torch.cat(states, 1)[:, to_device(original, self.token.device)]
-        projected = F.linear(self._norm(pooled, self.norm), self.projection, self.bias)
+        projected = linear(self._norm(pooled, self.norm), self.projection, self.bias)
         return F.normalize(projected.to(dtype), dim=-1)
 
     @cached_property
@@ -451,7 +452,7 @@ class TextTower:
 
     def _after_attention(self, layer: Layer, x: Tensor, mixed: Tensor, change: Change) -> Tensor:
         x, normed = add_and_norm(x, project(mixed, layer.out, change, "out"), layer.norm2, self.eps)
-        return x + F.linear(self.activation(F.linear(normed, *layer.fc1)), *layer.fc2)
+        return x + linear(self.activation(linear(normed, *layer.fc1)), *layer.fc2)
 
 
 @lru_cache(maxsize=256)

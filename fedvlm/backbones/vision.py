@@ -36,6 +36,7 @@ from fedvlm.backbones.layers import (
     moved,
     project,
 )
+from fedvlm.backbones.products import linear
 from fedvlm.backbones.text import TextTower
 from fedvlm.core import Params
 
@@ -69,12 +70,12 @@ class AttentionPool(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """[clients, examples, width] of [clients, examples, tokens, width]."""
         heads, rows = len(self.query), x.shape[:2]
-        key, value = torch.unflatten(F.linear(x, *self.key_value), -1, (2, heads, -1)).permute(3, 0, 1, 4, 2, 5)
+        key, value = torch.unflatten(linear(x, *self.key_value), -1, (2, heads, -1)).permute(3, 0, 1, 4, 2, 5)
         key, value = key.flatten(0, 1), value.flatten(0, 1)
         query = self.query[None, :, None].expand(len(key), -1, -1, -1)
-        mixed = F.linear(torch.unflatten(attend(query, key, value).flatten(1), 0, rows), *self.out)
+        mixed = linear(torch.unflatten(attend(query, key, value).flatten(1), 0, rows), *self.out)
         normed = F.layer_norm(mixed, mixed.shape[-1:], *self.norm, self.eps)
-        return mixed + F.linear(self.activation(F.linear(normed, *self.fc1)), *self.fc2)
+        return mixed + linear(self.activation(linear(normed, *self.fc1)), *self.fc2)
 
     def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> AttentionPool:
         return self._replace(
@@ -167,7 +168,13 @@ class ImageLayers:
             return self.pool(self._norm(x, self.norm)).to(hidden.dtype)
         assert self.projection is not None
         state = x if every else x[:, :, 0]
-        return F.linear(self._norm(state, self.norm), self.projection).to(hidden.dtype)
+        return linear(self._norm(state, self.norm), self.projection).to(hidden.dtype)
+
+    def below(self, x: Tensor, layers: int) -> Tensor:
+        """The activations [clients, examples, 1 + patches, width] after the first `layers` layers."""
+        for i, layer in enumerate(self.layers[:layers]):
+            x = self._layer(i, layer, x, {}, None, False)
+        return x
 
     def _norm(self, x: Tensor, affine: Affine) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], *affine, self.eps)
@@ -191,7 +198,7 @@ class ImageLayers:
         q, k, v = (p.expand(rows[0], -1, -1, -1, -1).flatten(0, 1).transpose(1, 2) for p in parts)
         mixed = torch.unflatten(attend(q, k, v).transpose(1, 2).flatten(2), 0, rows)
         x, normed = add_and_norm(x, project(mixed, layer.out, change, "out"), layer.norm2, self.eps)
-        x = x + F.linear(self.activation(F.linear(normed, *layer.fc1)), *layer.fc2)
+        x = x + linear(self.activation(linear(normed, *layer.fc1)), *layer.fc2)
         return x if beside is None else x + beside(i, queried)
 
     def _heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Images decoded and prepared in threads, ahead of the encoder that needs them next.
 
-Pillow decodes and resizes without Python's lock, so that one thread per core keeps up while the model computes. What is
+Pillow decodes and resizes without Python's lock, so that threads keep up while the model computes. What is
 computed, and in which batches, is the same as without threads.
 """
 
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from PIL import Image
@@ -18,7 +19,6 @@ from torch import Tensor
 from fedvlm.backbones.base import Backbone, PreparesImages
 from fedvlm.data import images
 from fedvlm.data.images import BadImage, decode, opened
-from fedvlm.machine import cores
 
 Transform = Callable[[Image.Image], Image.Image]
 
@@ -38,8 +38,13 @@ class Wanted(NamedTuple):
     transform: Transform | None
 
 
-def ready(backbone: Backbone, view: str, data: bytes, transform: Transform | None) -> Ready:
-    image = decode(data)
+Make = Callable[[bytes, Transform | None, Image.Image | None], Ready]  # the last: what `opened` gave for these bytes
+
+
+def ready(
+    backbone: Backbone, view: str, data: bytes, transform: Transform | None, image: Image.Image | None = None
+) -> Ready:
+    image = decode(data, image)
     if transform:
         image = transform(image)
     if isinstance(backbone, PreparesImages):
@@ -49,28 +54,31 @@ def ready(backbone: Backbone, view: str, data: bytes, transform: Transform | Non
 
 
 def read_ahead(
-    files: Iterable[Wanted], make: Callable[[bytes, Transform | None], Ready], depth: int
+    files: Iterable[Wanted], make: Make, depth: int, threads: int
 ) -> Iterator[tuple[Wanted, Callable[[], Ready]]]:
     """The files in their order, each with a function that waits for its image (and raises `BadImage`). At most `depth`
     images of together PIXELS pixels are made ahead, each content once."""
     waiting: deque[tuple[Wanted, Future[Ready] | None, int]] = deque()
     begun: set[bytes] = set()
     held = 0
-    pool = ThreadPoolExecutor(cores(), thread_name_prefix="decode")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     def next_of(wanted: Wanted, future: Future[Ready] | None) -> tuple[Wanted, Callable[[], Ready]]:
-        return wanted, future.result if future else lambda: make(wanted.data, wanted.transform)
+        return wanted, future.result if future else lambda: make(wanted.data, wanted.transform, None)
 
     try:
         for wanted in files:
             future, size = None, 0
-            if not wanted.known and wanted.key not in begun and (size := pixels_of(wanted.data)):
+            image = None if wanted.known or wanted.key in begun else opened_image(wanted.data)
+            if image:
+                size = image.width * image.height
                 while waiting and held + size > images.PIXELS:
                     first, made, its = waiting.popleft()
                     held -= its
                     yield next_of(first, made)
                 # the first is made here: what a processor imports must not be imported by several threads at once
-                future = pool.submit(make, wanted.data, wanted.transform) if begun else made_now(make, wanted)
+                call = partial(make, wanted.data, wanted.transform, image)
+                future = pool.submit(call) if begun else made_now(call)
                 begun.add(wanted.key)
             waiting.append((wanted, future, size))
             held += size
@@ -85,19 +93,18 @@ def read_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def made_now(make: Callable[[bytes, Transform | None], Ready], wanted: Wanted) -> Future[Ready]:
+def made_now(call: Callable[[], Ready]) -> Future[Ready]:
     future: Future[Ready] = Future()
     try:
-        future.set_result(make(wanted.data, wanted.transform))
+        future.set_result(call())
     except BadImage as error:
         future.set_exception(error)
     return future
 
 
-def pixels_of(data: bytes) -> int:
-    """As the file's head says; 0 where it is not known before decoding (DICOM), or nothing can be decoded."""
+def opened_image(data: bytes) -> Image.Image | None:
+    """None where the size is not known before decoding (DICOM), or nothing can be decoded."""
     try:
-        width, height = opened(data).size
+        return opened(data)
     except BadImage:
-        return 0
-    return width * height
+        return None

@@ -25,6 +25,7 @@ from torch import Tensor
 from fedvlm.backbones.base import Backbone, SafeInThreads
 from fedvlm.data import images as pictures
 from fedvlm.data.ahead import Ready
+from fedvlm.machine import cores
 from fedvlm.timing import timed
 
 BATCH = 64  # images per call of an encoder
@@ -50,16 +51,17 @@ class Pace(NamedTuple):
     batch: int  # images that are collected before they are encoded
     piece: int  # of them per call
     threads: int  # 0: the calls are made one by one, here
+    decoders: int  # threads that decode images meanwhile
 
 
 def pace_of(backbone: Backbone) -> Pace:
     if not isinstance(backbone, SafeInThreads):
-        return Pace(BATCH, BATCH, 0)
-    if backbone.device.type == "cpu":
-        return Pace(BATCH, PIECE, torch.get_num_threads())
+        return Pace(BATCH, BATCH, 0, cores())
+    if backbone.device.type == "cpu":  # decoding takes a sixth of mini-clip's time, and less of a larger model's
+        return Pace(BATCH, PIECE, torch.get_num_threads(), max(1, cores() // 4))
     roomy = torch.cuda.get_device_properties(backbone.device).total_memory >= GPU_ROOM
     batch = GPU_BATCH if roomy else BATCH
-    return Pace(batch, batch, 2)
+    return Pace(batch, batch, 2, cores())
 
 
 @contextmanager

@@ -150,12 +150,12 @@ def load(image: Image.Image) -> None:
         image.load()
 
 
-def decode(data: bytes) -> Image.Image:
-    """An RGB image on white, upright as its EXIF data say."""
+def decode(data: bytes, image: Image.Image | None = None) -> Image.Image:
+    """An RGB image on white, upright as its EXIF data say. `image`: what `opened` gave for these bytes, if it is known."""
     if is_dicom(data):
         with bad_image("not a readable DICOM file"):
             return _dicom(data)
-    image = opened(data)
+    image = image or opened(data)
     with bad_image("not a readable image"):
         if image.mode == "F":
             raise BadImage("floating-point pixels, for which no black and white level is defined; save it with 8 bits")

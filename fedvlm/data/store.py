@@ -328,7 +328,8 @@ def features(
     pace = pace_of(backbone)
     with encoder_threads(pace.threads) as pool:
         queue = EncodingQueue(raw or stored, encode, out, pace, pool)
-        for file, image in read_ahead(looked_up(), partial(ready, backbone, encoded), 2 * pace.batch):
+        made = read_ahead(looked_up(), partial(ready, backbone, encoded), 2 * pace.batch, pace.decoders)
+        for file, image in made:
             index = file.place
             if not file.known and not queue.add_duplicate(file.key, index):
                 try:
