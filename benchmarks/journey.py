@@ -36,6 +36,7 @@ from roofline import random_clip
 from fedvlm import backbones, console
 from fedvlm.backbones.base import Precision, in_precision
 from fedvlm.backbones.hf import Clip
+from fedvlm.backbones.products import linear
 from fedvlm.data.encoding import GPU_BATCH, PIECE
 from fedvlm.data.images import decode
 from fedvlm.data.source import open_source
@@ -249,11 +250,11 @@ def product_floor() -> tuple[float, float]:
     products += patches * 3 * about["patch_size"] ** 2 * width
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    a, b = torch.randn(PIECE * tokens, width), torch.randn(width, wide)
-    a @ b
+    a, b = torch.randn(PIECE * tokens, width), torch.randn(wide, width)
+    linear(a, b)
     began = time.process_time()
     for _ in range(20):
-        a @ b
+        linear(a, b)
     rate = 20 * 2 * len(a) * width * wide / (time.process_time() - began)
     torch.set_num_threads(before)
     return 2 * products * len(open_source("emoji").items) / rate / cores(), rate

@@ -333,6 +333,31 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
     backbone.write("run.json", changed.to_json().encode())
     with pytest.raises(FedvlmError, match="backbone tiny@"):
         summarise([one, backbone], fair=True)
+
+
+def test_training_that_differs_is_the_methods_own_or_refused(tmp_path):
+    """FedOT's uniform weights belong to it; a rank or a number of epochs that was given for one row only does not."""
+
+    def run(method: str, weights: str, epochs: int, given: bool = False) -> RunFolder:
+        made = fake_run(tmp_path / f"{method}-{weights}-{epochs}", method, "art", 1)
+        record = replace(
+            made.record,
+            local=replace(made.record.local, settings={"epochs": epochs}),
+            merge=replace(made.record.merge, settings={"weights": weights}),
+            given=made.record.given | ({"epochs": epochs} if given else {}),
+        )
+        made.write("run.json", record.to_json().encode())
+        return made
+
+    plain, own = run("fedavg", "size", 1), run("fedot", "uniform", 1)
+    told = " ".join(summarise([plain, own], fair=True).notes)
+    assert "settings that belong to the methods and differ: weights size (fedavg) and uniform (fedot)" in told
+    assert "epochs" not in told
+    more = run("fedot", "uniform", 2, given=True)
+    with pytest.raises(FedvlmError, match=r"differ in epochs 1 \(fedavg\) and 2 \(fedot\)"):
+        summarise([plain, more], fair=True)
+    assert "belong to the methods and differ: weights" in " ".join(summarise([plain, more]).notes)
+    summarise([run("fedavg", "size", 2, given=True), more], fair=True)
     assert differences({"a": [{"rounds": 3}], "zero-shot": [{}]}) == []  # trains nothing
     assert differences({"a": [{"epochs": 1}], "b": [{"epochs": 2}]}, free=("epochs",)) == []
 

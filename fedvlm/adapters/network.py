@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 
 from fedvlm.adapters.base import Adapter, Limits, Task
+from fedvlm.backbones.products import fast_linear
 from fedvlm.core import Batch, Params
 from fedvlm.seeds import key
 
@@ -106,7 +107,7 @@ class Network(Adapter):
         """[clients, examples, ...] each; `real` as in `Norm`, with a client axis."""
         module, clients = self.module(task), max([len(x), *(len(v) for v in params.values())])
         models = by_client(params, clients)
-        with self.autocast(x.device):
+        with self.autocast(x.device), fast_linear(x):
             found = [
                 functional_call(module, models[i], (x[i % len(x)], None if real is None else real[i % len(real)]))
                 for i in range(clients)

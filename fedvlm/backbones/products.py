@@ -1,4 +1,4 @@
-"""Products with a frozen weight, x Wᵀ + b, by the faster of the two libraries that torch has for a CPU.
+"""Products with a weight, x Wᵀ + b, by the faster of the two libraries that torch has for a CPU.
 
 `F.linear` in float32 uses MKL, which on AMD's processors has no AVX-512 and so reaches half of what oneDNN does (measured
 on an EPYC with AVX-512, one core, products of a small CLIP: 117 against 255 GFLOP/s). torch uses oneDNN for bfloat16 by
@@ -7,52 +7,82 @@ compute the same bits. A row does not depend on how many others there are, unles
 threads.
 
 The operator is torch's own but not documented: without it, or where it fails, `F.linear` is used.
+
+    y = linear(x, weight, bias)       in place of F.linear
+    with fast_linear(x): …            in which modules' own calls of F.linear are made by it
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b. W and b are frozen: they get no gradient."""
+    """x Wᵀ + b."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() <= x.shape[-1]:
         return F.linear(x, weight, bias)
     product = onednn()
-    if product is None or weight.requires_grad or torch.is_autocast_enabled("cpu") or tracing():
+    if product is None or torch.is_autocast_enabled("cpu") or tracing():
         return F.linear(x, weight, bias)
-    return frozen(x, weight, bias) if x.requires_grad and torch.is_grad_enabled() else product(x, weight, bias)
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return with_gradient(x, weight, bias) if trained and torch.is_grad_enabled() else product(x, weight, bias)
 
 
-class FrozenContext(FunctionCtx):
+class LinearContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
 
 
-class Frozen(torch.autograd.Function):
+class Linear(torch.autograd.Function):
+    """The gradients are products, too, and can be differentiated again."""
+
     @staticmethod
-    def forward(ctx: FrozenContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(ctx: LinearContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else x.new_empty(0), weight)
         product = onednn()
         assert product is not None
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: FrozenContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        return linear(grad, ctx.saved_tensors[0].mT), None, None
+    def backward(ctx: LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            linear(grad, weight.mT) if of_x else None,
+            linear(rows.mT, x.flatten(0, -2).mT) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
 
 
-frozen: Product = Frozen.apply
+with_gradient: Product = Linear.apply
+
+
+class FastLinear(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            return linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def fast_linear(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which modules, given such input, call `linear` in place of F.linear."""
+    slow = x.device.type != "cpu" or torch.get_default_dtype() != torch.float32 or tracing() or onednn() is None
+    return nullcontext() if slow else FastLinear()
 
 
 @cache

@@ -34,6 +34,9 @@ WORST = "worst 10 %"
 DASH = "–"  # no such value
 # the keys in which all rows of a fair table agree, beside data, backbone and seeds: budget, examples, and what is scored
 RULE = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "select", "protocol")
+# keys of parts that decide how much is computed and averaged how: a recipe may have its own, which the table's notes say;
+# a value that was given for one row only makes a table unfair
+EFFORT = ("epochs", "batch", "budget", "weights", "rank", "layers", "projections")
 
 Numbers = dict[str, Number]  # a row of the table; counts are integers
 Groups = dict[str, list[RunRecord]]  # finished runs by the label of their row
@@ -49,7 +52,7 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     """
     groups = grouped(runs, apart)
     if fair:
-        check_one_rule({name: [rule(r) for r in group] for name, group in groups.items()})
+        check_one_rule(rules(groups))
     values = {
         name: scores(g, select) | shared_novel(g, select) | fairness(g, select) | costs(g) | published(g)
         for name, g in groups.items()
@@ -263,6 +266,29 @@ def rule(record: RunRecord) -> Settings:
     }
 
 
+def rules(groups: Groups) -> dict[str, list[Settings]]:
+    """The rule of each run, by row, with those settings of the training that were given for a row of this table."""
+    given = given_effort(groups)
+    return {
+        name: [rule(r) | {k: v for k, v in effort(r).items() if k in given} for r in group]
+        for name, group in groups.items()
+    }
+
+
+def given_effort(groups: Groups) -> set[str]:
+    """Keys of EFFORT that somebody gave; the others are the recipes' own."""
+    return {key for group in groups.values() for r in group for key in r.given if key in EFFORT}
+
+
+def effort(record: RunRecord) -> Settings:
+    """The settings of the parts that are in EFFORT; a method that trains nothing has none."""
+    if not record.rounds:
+        return {}
+    return {
+        k: v for part in (record.adapter, record.local, record.merge) for k, v in part.settings.items() if k in EFFORT
+    }
+
+
 def rule_keys(config: Settings) -> Settings:
     """The part of the rule that is known before anything is encoded; a method that trains nothing has no budget."""
     return {k: config[k] for k in RULE if k in config and (k, config[k]) != ("rounds", 0)}
@@ -330,10 +356,13 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         f"seeds {', '.join(map(str, seeds))}",
         f"test {metrics} in %, {chosen}" + ("; ± standard deviation over seeds" if len(seeds) > 1 else ""),
     ]
-    if found := differences({name: [rule(r) for r in group] for name, group in groups.items()}):
+    if found := differences(rules(groups)):
         out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(found)}")
     else:
         out[-1] += f"; {'same protocol for all rows: ' if len(groups) > 1 else ''}{', '.join(budget(records))}"
+    given = given_effort(groups)
+    if own := differences({name: [effort(r) for r in group] for name, group in groups.items()}, free=given):
+        out.append(f"settings that belong to the methods and differ: {'; '.join(own)}")
     out += [
         f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
         for name, group in groups.items()
