@@ -12,7 +12,7 @@ personal model; G and others: the shared one; C: their mean). Then all seeds are
 t over the differences by seed.
 
 Verdicts: "holds" and "does not hold" where the interval says so; "not decided" where the interval has both; "not tested" in
-place of the last two where the mechanism did not act or nothing recorded shows it, and where data are missing or
+place of the last two where the mechanism did not act, and where data are missing or
 where a method failed. Runs are kept in --out, and those that are there are not repeated. --write puts what was measured
 into benchmarks/claims/measured.json, where the figures of other claims stay, and writes the document from all of it.
 """
@@ -134,8 +134,6 @@ class Claim:
 
     @property
     def effects(self) -> str:
-        if self.content.get("mechanism") == "unrecorded" and self.outcomes:
-            return "nothing that is recorded shows it"
         texts = [f"{name} {'not recorded' if value is None else f'{value:.3g}'}" for name, value in self.seen]
         return ", ".join(dict.fromkeys(texts)) or "–"
 
@@ -280,11 +278,8 @@ def verdict_of(relation: str, mean: float, half: float, margin: float) -> str:
 
 def mechanism(claim: Claim, study: Study) -> bool:
     """Whether everything that must be seen to act was; `seen` has the values."""
-    asked = claim.content.get("mechanism", [])
-    if asked == "unrecorded":
-        return False
     fits = []
-    for one in asked:
+    for one in claim.content.get("mechanism", []):
         name = one.get("effect") or one.get("diagnostic") or one.get("field")
         runs = [r for side, found in study.runs.items() if side.method == one["method"] for r in found]
         used = {s for c in claim.compared for s in claim.sides(c)}
@@ -297,13 +292,21 @@ def mechanism(claim: Claim, study: Study) -> bool:
 
 def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
     found = []
-    for last in last_rounds(runs):
+    for run, last in zip(runs, last_rounds(runs), strict=True):
         entry: object = last.get("effects", {}).get(name, last.get(name))
+        if name == "learned":
+            entry = on_training_images(last, "shared") - on_training_images(next(iter(run.rounds())), "shared")
+        elif name == "fitted":
+            entry = on_training_images(last, "personal") - on_training_images(last, "shared")
         if isinstance(entry, dict):
             found += list(entry.values())
         elif isinstance(entry, int | float):
             found.append(float(entry))
     return float(np.median(found)) if found else None
+
+
+def on_training_images(record: RoundRecord, view: str) -> float:
+    return float(record.get(view, {}).get("train", math.nan))  # type: ignore[attr-defined]
 
 
 def check(claim: Claim, study: Study) -> None:
