@@ -19,6 +19,7 @@ from fedvlm.backbones.hf import Clip
 from fedvlm.backbones.preprocessing import Preprocessing, in_two_steps
 from fedvlm.config import resolve
 from fedvlm.data import encoding, store
+from fedvlm.data.sample import at_pace
 from fedvlm.data.source import decode, open_source
 
 
@@ -184,3 +185,9 @@ def test_a_model_of_a_folder_is_read_once_as_long_as_its_files_stay(tmp_path):
     about = folder / "preprocessor_config.json"
     about.write_text(about.read_text().replace("0.48145466", "0.5"))
     assert backbones.load(str(folder)) is not first
+
+
+def test_the_estimate_shares_cores_on_a_cpu_and_overlaps_on_a_gpu():
+    assert at_pace(encoding.Pace(batch=64, piece=16, threads=2, decoders=1), decoding=1.0, encoding=3.0) == 2.0
+    assert at_pace(encoding.Pace(batch=256, piece=256, threads=2, decoders=16), decoding=8.0, encoding=0.2) == 0.5
+    assert at_pace(encoding.Pace(batch=64, piece=64, threads=0, decoders=2), decoding=1.0, encoding=3.0) == 3.0

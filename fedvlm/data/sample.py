@@ -15,7 +15,9 @@ from fedvlm import backbones
 from fedvlm.backbones.base import RAW, Backbone, offered, view_format
 from fedvlm.config import Setup
 from fedvlm.core import Extra
-from fedvlm.data.images import BadImage, decode
+from fedvlm.data.ahead import ready
+from fedvlm.data.encoding import Images, Pace, encoder_threads, pace_of
+from fedvlm.data.images import BadImage
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import Source, open_outsiders
 from fedvlm.data.store import content_key, encoded_images, open_view
@@ -64,14 +66,15 @@ def sampled(setup: Setup, sketch: Pool) -> Sampled:
 
 def sample(source: Source, backbone: Backbone, view: str, most: int) -> Sample:
     """Encodes at most so many images, evenly spaced; those that cannot be read are passed over."""
-    chosen = np.unique(np.linspace(0, len(source.items) - 1, most).astype(int))
+    chosen, pace = np.unique(np.linspace(0, len(source.items) - 1, most).astype(int)), pace_of(backbone)
     known = [open_view(backbone, v).index for v in {view, RAW} if offered(backbone, v) == v]
-    images, stored = [], 0
+    images: Images = []
+    stored = 0
     began = time.perf_counter()
     for _, data in replace(source, items=tuple(source.items[k] for k in chosen)).read():
         stored += any(content_key(data) in index for index in known)
         try:
-            images.append(decode(data))
+            images.append(ready(backbone, view, data, None).image)
         except BadImage:
             continue
     if not images:
@@ -79,12 +82,20 @@ def sample(source: Source, backbone: Backbone, view: str, most: int) -> Sample:
     decoding = (time.perf_counter() - began) / len(chosen)
     format = view_format(backbone, view)
     half = -(-len(images) // 2)
-    first = encoded_images(backbone, view, format, images[:half])  # warms up, with a batch of the same size
-    began = time.perf_counter()
-    rest = encoded_images(backbone, view, format, images[half:]) if images[half:] else first[:0]
-    encoding = (time.perf_counter() - began) / max(1, len(images) - half)
+    with encoder_threads(min(1, pace.threads)):
+        first = encoded_images(backbone, view, format, images[:half])  # warms up, with a batch of the same size
+        began = time.perf_counter()
+        rest = encoded_images(backbone, view, format, images[half:]) if images[half:] else first[:0]
+        encoding = (time.perf_counter() - began) / max(1, len(images) - half)
     rows = torch.from_numpy(np.concatenate([first, rest]))
-    return Sample(rows, decoding + encoding, stored / len(chosen), len(chosen))
+    return Sample(rows, at_pace(pace, decoding, encoding), stored / len(chosen), len(chosen))
+
+
+def at_pace(pace: Pace, decoding: float, encoding: float) -> float:
+    """Seconds for an image among many, from those of one alone, in one thread each."""
+    if pace.threads and pace.piece < pace.batch:  # on a CPU, decoding and the model share the cores
+        return (decoding + encoding) / pace.threads
+    return max(decoding / pace.decoders, encoding)
 
 
 def repeated(rows: Tensor, count: int) -> Tensor:
