@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from fedvlm.backbones.base import RAW, Backbone, Precision, ViewFormat
 from fedvlm.backbones.model_folder import PREPROCESSING, ModelConfig, VisionConfig, fingerprint, loading, read_config
 from fedvlm.backbones.preprocessing import TwoSteps, in_two_steps
+from fedvlm.backbones.products import fast_linear
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.backbones.whole import WholeModel
@@ -313,7 +314,9 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         """float16 [images, 1 + patches, dim]: the embedding, then the last layer's patch tokens after the same norm and
         projection, all L2-normalised. These are FedOTP's dense features. We use them for LoCoOp and GalLoP too, whose
         code takes for a patch the last layer's output if each token attended to itself alone."""
-        states = self.model.vision_model(pixel_values=self.pixels(images)).last_hidden_state
+        pixels = self.pixels(images)
+        with fast_linear(pixels):
+            states = self.model.vision_model(pixel_values=pixels).last_hidden_state
         found = self.model.visual_projection(self.model.vision_model.post_layernorm(states))
         return F.normalize(found, dim=-1).half().cpu()
 

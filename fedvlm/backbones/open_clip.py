@@ -35,6 +35,7 @@ from fedvlm.backbones.open_clip_weights import (
     fill,
     text_weights,
 )
+from fedvlm.backbones.products import fast_linear
 from fedvlm.backbones.siglip import PaddedTokenizer, Siglip
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.timm_vit import ImageEncoder, heads_of
@@ -242,7 +243,9 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
     @torch.no_grad()
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
         """Its only further view: raw."""
-        found: Tensor = self.model.image(self.pixels(images)).cpu()
+        pixels = self.pixels(images)
+        with fast_linear(pixels):
+            found: Tensor = self.model.image(pixels).cpu()
         return found
 
     @cached_property

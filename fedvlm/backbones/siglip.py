@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fedvlm.backbones.base import RAW, ViewFormat
 from fedvlm.backbones.hf import Clip, ImageTower, Processor
 from fedvlm.backbones.model_folder import loading
+from fedvlm.backbones.products import fast_linear
 from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.core import FedvlmError
@@ -116,8 +117,14 @@ class Siglip(Clip):
 
     @torch.no_grad()
     def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
-        found: Tensor = self.siglip.vision_model(pixel_values=self.pixels(images)).pooler_output
+        pixels = self.pixels(images)
+        with fast_linear(pixels):
+            found: Tensor = self.siglip.vision_model(pixel_values=pixels).pooler_output
         return found
+
+    @cached_property
+    def image_layers(self) -> ImageLayers:
+        return ImageLayers.of_siglip(self.siglip)
 
     @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:

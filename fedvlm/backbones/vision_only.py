@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fedvlm.backbones.base import RAW, ViewFormat
 from fedvlm.backbones.hf import HuggingFaceModel, Processor
 from fedvlm.backbones.model_folder import loading, read_config
+from fedvlm.backbones.products import fast_linear
 from fedvlm.core import FedvlmError
 from fedvlm.names import printable
 
@@ -68,7 +69,9 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
     @torch.no_grad()
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
         """Its only further view: raw."""
-        output = self.model(pixel_values=self.pixels(images))
+        pixels = self.pixels(images)
+        with fast_linear(pixels):
+            output = self.model(pixel_values=pixels)
         found: Tensor = output.pooler_output if self.pooled else output.last_hidden_state[:, 0]
         return found.cpu()
 
