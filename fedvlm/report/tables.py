@@ -276,13 +276,16 @@ def rules(groups: Groups) -> dict[str, list[Settings]]:
 
 
 def given_effort(groups: Groups) -> set[str]:
-    """Keys of EFFORT that somebody gave; the others are the recipes' own."""
-    return {key for group in groups.values() for r in group for key in r.given if key in EFFORT}
+    """Keys of EFFORT that somebody gave; the others are the recipes' own. None in a sweep of one method, which compares
+    just these."""
+    records = [r for group in groups.values() for r in group]
+    one_method = len({r.method.name for r in records if r.rounds}) < 2
+    return set() if one_method else {key for r in records for key in r.given if key in EFFORT}
 
 
 def effort(record: RunRecord) -> Settings:
     """The settings of the parts that are in EFFORT; a method that trains nothing has none."""
-    if not record.rounds:
+    if not record.rounds or record.method.name == FROZEN:
         return {}
     return {
         k: v for part in (record.adapter, record.local, record.merge) for k, v in part.settings.items() if k in EFFORT
@@ -360,9 +363,9 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(found)}")
     else:
         out[-1] += f"; {'same protocol for all rows: ' if len(groups) > 1 else ''}{', '.join(budget(records))}"
-    given = given_effort(groups)
-    if own := differences({name: [effort(r) for r in group] for name, group in groups.items()}, free=given):
-        out.append(f"settings that belong to the methods and differ: {'; '.join(own)}")
+    own = {name: [effort(r) for r in group] for name, group in groups.items()}
+    if len({r.method.name for r in records}) > 1 and (found := differences(own, given_effort(groups))):
+        out.append(f"settings that belong to the methods and differ: {'; '.join(found)}")
     out += [
         f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
         for name, group in groups.items()
