@@ -1,7 +1,7 @@
 """Flower's half of benchmarks/contest.py, which calls it: FedAvg in Flower's simulation, clients in plain PyTorch.
 
-It runs in a Python with flwr[simulation] and torch; each of Ray's workers imports this file and computes one client at a
-time on one core.
+It runs in a Python with flwr[simulation], psutil and torch; each of Ray's workers imports this file and computes one client
+at a time on one core.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -80,8 +81,6 @@ def accuracy(folder: str, state: dict[str, Tensor]) -> float:
 
 def cpu_seconds() -> float:
     """Of this process and all that it started."""
-    import psutil  # Ray's, which it puts on the path
-
     total = 0.0
     for process in (me := psutil.Process(), *me.children(recursive=True)):
         try:
