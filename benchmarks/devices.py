@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from roofline import peak_rate
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedvlm import console, train
+from fedvlm.backbones import products
 from fedvlm.config import Setup, resolve
 from fedvlm.data.pool import Pools
 from fedvlm.folder import RunFolder
@@ -78,7 +80,8 @@ def tower(home: Path, args: argparse.Namespace) -> None:
     method, federation = train.prepare(setup, Pools().load(setup))
     counts = np.diff(federation.data.bounds, axis=1).sum(0)
     trained, everything = int(counts[0]), int(counts.sum())
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    # torch's counter does not know oneDNN's operator
+    with patch.object(products, "onednn", lambda: None), FlopCounterMode(display=False) as counter, torch.no_grad():
         method.model.logits({k: v[None] for k, v in method.initial.items()}, federation.data.x[:1][None])
     forward = counter.get_total_flops()
     validated = 2 * int(counts[1])  # before and after training
