@@ -333,6 +333,8 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
     backbone.write("run.json", changed.to_json().encode())
     with pytest.raises(FedvlmError, match="backbone tiny@"):
         summarise([one, backbone], fair=True)
+    assert differences({"a": [{"rounds": 3}], "zero-shot": [{}]}) == []  # trains nothing
+    assert differences({"a": [{"epochs": 1}], "b": [{"epochs": 2}]}, free=("epochs",)) == []
 
 
 def test_training_that_differs_is_the_methods_own_or_refused(tmp_path):
@@ -358,8 +360,6 @@ def test_training_that_differs_is_the_methods_own_or_refused(tmp_path):
         summarise([plain, more], fair=True)
     assert "belong to the methods and differ: weights" in " ".join(summarise([plain, more]).notes)
     summarise([run("fedavg", "size", 2, given=True), more], fair=True)
-    assert differences({"a": [{"rounds": 3}], "zero-shot": [{}]}) == []  # trains nothing
-    assert differences({"a": [{"epochs": 1}], "b": [{"epochs": 2}]}, free=("epochs",)) == []
 
 
 def test_bench_refuses_methods_with_different_budgets(capsys):

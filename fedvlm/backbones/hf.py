@@ -335,10 +335,9 @@ class Clip(HuggingFaceModel["CLIPModel"]):
     def hidden(self, images: Sequence[Image.Image], layers: int) -> Tensor:
         """Activations [images, 1 + patches, width] after the first `layers` layers; 0: the input of the first."""
         x = self.first_layer_input(images)
-        if self.device.type == "cpu":
-            return self.image_layers.below(x[None], layers)[0]
-        for layer in self.model.vision_model.encoder.layers[:layers]:
-            x = layer(x, attention_mask=None)
+        with fast_linear(x):
+            for layer in self.model.vision_model.encoder.layers[:layers]:
+                x = layer(x, attention_mask=None)
         return x.cpu()
 
     def first_layer_input(self, images: Sequence[Image.Image]) -> Tensor:

@@ -122,10 +122,6 @@ class Siglip(Clip):
             found: Tensor = self.siglip.vision_model(pixel_values=pixels).pooler_output
         return found
 
-    @cached_property
-    def image_layers(self) -> ImageLayers:
-        return ImageLayers.of_siglip(self.siglip)
-
     @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         text = self.siglip.text_model

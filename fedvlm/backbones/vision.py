@@ -170,12 +170,6 @@ class ImageLayers:
         state = x if every else x[:, :, 0]
         return linear(self._norm(state, self.norm), self.projection).to(hidden.dtype)
 
-    def below(self, x: Tensor, layers: int) -> Tensor:
-        """The activations [clients, examples, 1 + patches, width] after the first `layers` layers."""
-        for i, layer in enumerate(self.layers[:layers]):
-            x = self._layer(i, layer, x, {}, None, False)
-        return x
-
     def _norm(self, x: Tensor, affine: Affine) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], *affine, self.eps)
 
