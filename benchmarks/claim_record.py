@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DEFINING = ("data", "keys", "compare", "mechanism")
+OPTIONAL = ("needs",)  # part of the definition where a claim has it
 FIGURES = ("left", "right", "difference", "half")
 
 
@@ -30,6 +31,8 @@ class Entry:
     seen: tuple[tuple[str, float | None], ...]  # records of the mechanism and their values; none: not recorded
     acted: bool
     reason: str = ""  # why comparisons are missing
+    lacking: str = ""  # what had to learn, and did not
+    factors: str = ""  # chosen for the lr of each method, from a grid that goes on where the best is at its end
 
     def yields_to(self, other: Entry) -> bool:
         """Whether the other, which was measured later, takes its place."""
@@ -41,7 +44,8 @@ class Entry:
 
 
 def digest(claim: Mapping[str, Any]) -> str:
-    text = json.dumps({k: claim.get(k) for k in DEFINING}, sort_keys=True, ensure_ascii=False)
+    given = {k: claim.get(k) for k in DEFINING} | {k: claim[k] for k in OPTIONAL if k in claim}
+    text = json.dumps(given, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -6,15 +6,16 @@
     python benchmarks/claims.py --read --write                                  # the document from the record alone
 
 A claim is an entry of benchmarks/claims/PAPER.yaml: what is compared, with which keys, and which recorded effect shows that
-the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.3, 1, 3), by the
-same criterion: on validation, in the first seed, what the measure reports (P and what is scored by personal models: the
-personal model; G and others: the shared one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's
-t over the differences by seed.
+the mechanism acted. Every method of a comparison gets its lr from one grid (its recipe's times 0.3, 1, 3; where the best is
+the first or last of them, the next is tried, too, down to 0.003 and up to 30), by the same criterion: on validation, in the
+first seed, what the measure reports (P and what is scored by personal models: the personal model; G and others: the shared
+one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's t over the differences by seed.
 
 Verdicts: "holds" and "does not hold" where the interval says so; "not decided" where the interval has both; "not tested" in
-place of the last two where the mechanism did not act, and where data are missing or
-where a method failed. Runs are kept in --out, and those that are there are not repeated. --write puts what was measured
-into benchmarks/claims/measured.json, where the figures of other claims stay, and writes the document from all of it.
+place of the last two where the mechanism did not act, and where data are missing, where a method failed, or where one that
+must have learned for a comparison to mean anything (`needs`) did not. Runs are kept in --out, and those that are there are
+not repeated. --write puts what was measured into benchmarks/claims/measured.json, where the figures of other claims stay,
+and writes the document from all of it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from claim_record import FIGURES, Entry, digest, load, merged, save
-from study import Shelf, finished_each, last_rounds, megabytes_per_round, seed_scores
+from claim_runs import Side, Study, listed
+from study import last_rounds, megabytes_per_round, seed_scores
 
 from fedvlm import console
-from fedvlm.config import Setup, resolve
-from fedvlm.data.pool import Pools
-from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
 from fedvlm.records import RoundRecord, value_of
 from fedvlm.reproduce.measures import half_width
@@ -46,41 +45,9 @@ FOLDER = Path(__file__).parent / "claims"
 RECORD = FOLDER / "measured.json"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "claims.md"
 PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
-GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, which was chosen on other data
 SEEDS = (50, 77, 98, 11, 12)
 PERCENT = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
-BY_PERSONAL_MODELS = ("P", "acc", "cacc", "auroc", "fpr95", "local", "variance", "worst")
 HOLDS, FAILS, OPEN, UNTESTED = "holds", "does not hold", "not decided", "not tested"
-
-
-class Side(NamedTuple):
-    """One method of a comparison, with all that is asked of it."""
-
-    method: str
-    data: str
-    keys: tuple[tuple[str, object], ...]
-    measure: str
-
-    @property
-    def needed(self) -> set[str]:
-        """Names of data."""
-        return {self.data} | {str(value) for key, value in self.keys if key == "outsiders"}
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], data: str, keys: Mapping[str, object], measure: str) -> Side:
-        on = {"on": given["on"]} if "on" in given else {}
-        whole = {**keys, **on, **given.get("settings", {})}
-        return cls(given["method"], data, tuple(sorted((k, listed(v)) for k, v in whole.items())), criterion(measure))
-
-
-def listed(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def criterion(measure: str) -> str:
-    if measure == "C":
-        return "C"
-    return "P" if measure in BY_PERSONAL_MODELS else "G"
 
 
 class Outcome(NamedTuple):
@@ -100,6 +67,7 @@ class Claim:
     outcomes: list[Outcome] = field(default_factory=list)
     seen: list[tuple[str, float | None]] = field(default_factory=list)  # what the mechanism's records show
     acted: bool = False
+    lacking: str = ""  # what must have learned, and did not
     reason: str = "not run"  # why it is not tested, or not all of it was run
     measured: str = ""  # when, at which commit, how many seeds
 
@@ -121,7 +89,7 @@ class Claim:
     def verdict(self) -> str:
         """Of all comparisons; a claim that fails was tested only if its mechanism was seen to act."""
         verdicts = {judgement(one, found) for one, found in zip(self.compared, self.outcomes, strict=False)}
-        if len(self.outcomes) < len(self.compared):
+        if len(self.outcomes) < len(self.compared) or self.lacking:
             return UNTESTED
         found = HOLDS if verdicts == {HOLDS} else FAILS if FAILS in verdicts else OPEN
         return found if found == HOLDS or self.acted else UNTESTED
@@ -130,7 +98,9 @@ class Claim:
     def why(self) -> str:
         if self.verdict != UNTESTED:
             return ""
-        return self.reason if len(self.outcomes) < len(self.compared) else "the mechanism was not seen to act"
+        if len(self.outcomes) < len(self.compared):
+            return self.reason
+        return f"{self.lacking} did not learn" if self.lacking else "the mechanism was not seen to act"
 
     @property
     def effects(self) -> str:
@@ -144,77 +114,15 @@ class Claim:
             return
         self.outcomes = [Outcome(**one) for one in entry.outcomes]
         self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
+        self.lacking = entry.lacking
         cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
         self.measured = f"{entry.date} at {entry.commit}, {len(entry.seeds)} seeds{cut}"
+        self.measured += f", lr {entry.factors}" if entry.factors else ""
 
 
 def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:
     found = [Claim(p, c) for p in papers for c in yaml.safe_load((FOLDER / f"{p}.yaml").read_text(encoding="utf-8"))]
     return [c for c in found if not only or c.content["id"] in only]
-
-
-class Study:
-    """Runs, each once."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.pools = args, Pools()
-        self.shelf = Shelf(args.out) if args.read else None
-        self.data = dict(word.split("=", 1) for word in args.data) | {"emoji": "emoji"}
-        self.chosen: dict[Side, float] = {}
-        self.failed: dict[Side, str] = {}
-        self.runs: dict[Side, list[RunFolder]] = {}
-
-    def setup(self, side: Side, lr: float | None, seeds: tuple[int, ...]) -> Setup:
-        keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
-        if "outsiders" in keys:
-            keys["outsiders"] = self.data[str(keys["outsiders"])]
-        keys["evaluate"] = keys.get("evaluate", max(1, int(str(keys.get("rounds", 30)))))
-        if self.args.rounds and int(str(keys.get("rounds", 0))) > self.args.rounds:
-            keys["rounds"] = keys["evaluate"] = self.args.rounds
-        keys |= {} if lr is None else {"lr": lr}
-        return resolve(side.method, keys)
-
-    def play(self, sides: Sequence[Side]) -> None:
-        """The lr of each side on validation, then all seeds with it."""
-        known = list(dict.fromkeys(s for s in sides if s.needed <= self.data.keys()))
-        tries: dict[tuple[Side, float], Setup] = {}
-        for side in known:
-            try:
-                plain = self.setup(side, None, self.args.seeds[:1])
-                if "lr" in dict(side.keys) or not plain.config.rounds:
-                    self.chosen[side] = math.nan
-                    continue
-                rate = plain.local.lr
-                tries |= {(side, f): self.setup(side, rate * f, self.args.seeds[:1]) for f in GRID}
-            except FedvlmError as error:
-                self.failed[side] = str(error)
-        runs = self.finished(tries)
-        for side in {side for side, _ in tries if all((side, f) in runs for f in GRID)}:
-            values = {f: validation(runs[side, f], side.measure) for f in GRID}
-            self.chosen[side] = max(values, key=lambda f: values[f])
-        final = {side: self.final(side) for side in known if side in self.chosen}
-        self.runs |= self.finished(final)
-
-    def finished(self, setups: dict[Any, Setup]) -> dict[Any, list[RunFolder]]:
-        return self.shelf.of(setups) if self.shelf else finished_each(setups, self.args.jobs, self.pools)
-
-    def final(self, side: Side) -> Setup:
-        factor = self.chosen[side]
-        plain = self.setup(side, None, tuple(self.args.seeds))
-        return plain if math.isnan(factor) else self.setup(side, plain.local.lr * factor, tuple(self.args.seeds))
-
-
-def validation(runs: Sequence[RunFolder], measure: str) -> float:
-    """What chooses an lr: the accuracy on validation that belongs to the measure, mean over runs; of a run that fell apart,
-    the worst."""
-
-    def one(record: RoundRecord, view: str) -> float:
-        score = record.get(view, {}).get("val")  # type: ignore[attr-defined]
-        return -1.0 if score is None else float(score)
-
-    views = {"P": ("personal",), "C": ("personal", "shared")}.get(measure, ("shared",))
-    found = [one(r, v) for r in last_rounds(runs) for v in views if v in r]
-    return float(np.mean(found)) if found else -1.0
 
 
 def values(runs: Sequence[RunFolder], measure: str) -> dict[int, float]:
@@ -280,14 +188,38 @@ def mechanism(claim: Claim, study: Study) -> bool:
     """Whether everything that must be seen to act was; `seen` has the values."""
     fits = []
     for one in claim.content.get("mechanism", []):
-        name = one.get("effect") or one.get("diagnostic") or one.get("field")
-        runs = [r for side, found in study.runs.items() if side.method == one["method"] for r in found]
-        used = {s for c in claim.compared for s in claim.sides(c)}
-        runs = [r for side in used if side.method == one["method"] for r in study.runs.get(side, [])] or runs
-        value = recorded(runs, name)
-        fits.append(value is not None and (value > one["value"] if one["relation"] == ">" else value < one["value"]))
+        name, value = shown(one, claim, study)
+        fits.append(fitting(one, value))
         claim.seen.append((name, value))
     return all(fits)
+
+
+def untrained(claim: Claim, study: Study) -> str:
+    """The first of `needs` that is not met; "" where all are."""
+    for one in claim.content.get("needs", []):
+        name, value = shown(one, claim, study)
+        claim.seen.append((name, value))
+        if not fitting(one, value):
+            return f"{one['method']} on={one['on']}" if "on" in one else str(one["method"])
+    return ""
+
+
+def shown(one: Mapping[str, Any], claim: Claim, study: Study) -> tuple[str, float | None]:
+    """Name and recorded value of what must have acted: of the sides with that method (and `on`, and `settings`)."""
+    name = str(one.get("effect") or one.get("diagnostic") or one["field"])
+    wanted = ({"on": one["on"]} if "on" in one else {}) | one.get("settings", {})
+
+    def meant(side: Side) -> bool:
+        keys = dict(side.keys)
+        return side.method == one["method"] and all(keys.get(k) == listed(v) for k, v in wanted.items())
+
+    used = {s for c in claim.compared for s in claim.sides(c)}
+    runs = [r for side in used if meant(side) for r in study.runs.get(side, [])]
+    return name, recorded(runs or [r for side, found in study.runs.items() if meant(side) for r in found], name)
+
+
+def fitting(one: Mapping[str, Any], value: float | None) -> bool:
+    return value is not None and (value > one["value"] if one["relation"] == ">" else value < one["value"])
 
 
 def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
@@ -325,6 +257,7 @@ def check(claim: Claim, study: Study) -> None:
             return
         claim.outcomes.append(found)
     claim.acted, claim.reason = mechanism(claim, study), ""
+    claim.lacking = untrained(claim, study)
 
 
 def measured(claim: Claim, study: Study) -> Entry:
@@ -345,6 +278,8 @@ def measured(claim: Claim, study: Study) -> Entry:
         seen=tuple(claim.seen),
         acted=claim.acted,
         reason=claim.reason,
+        lacking=claim.lacking,
+        factors=", ".join(dict.fromkeys(f"{s.method} × {study.chosen[s]:g}" for s in sides if study.tuned(s))),
     )
 
 
@@ -395,7 +330,8 @@ def document(entries: Mapping[str, Entry]) -> str:
         "`python benchmarks/claims.py --data NAME=FOLDER --papers PAPER --only ID --write` measures a claim again (`--list` "
         f"names them and their data) and keeps the figures of the others. {len(found)} claims: {told}.\n",
         f"Backbone {', '.join(backbones)}, split {', '.join(splits)} %, test split, last round; lr of every method from one "
-        "grid on validation (first seed). A verdict is about these sizes, not about the paper's backbone. *does not hold* "
+        "grid on validation (first seed): the recipe's × 0.3, 1 and 3, and where *measured* names factors, more where the "
+        "best was the first or last. A verdict is about these sizes, not about the paper's backbone. *does not hold* "
         "needs a mechanism that was seen to act; *not decided*: the 95 % interval over seeds has both signs; *not tested* "
         "says why.\n",
     ]

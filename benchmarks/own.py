@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import results as results_document
-from claims import validation
+from claim_runs import validation
 from measured import Measured, cpu_seconds, distance_scores
 from outsiders import SMALL_CLASSES
 from rows import Section, joined, read

@@ -226,14 +226,29 @@ class Reference:
         text = self.encode(params)
         fixed, classes = text.detach(), len(self.method.task.classes)
         shift, penalty = torch.zeros_like(fixed), torch.zeros(())
+
+        def tangent(now: Tensor, part: slice, hold: float) -> tuple[Tensor, Tensor, Tensor]:
+            """The objective, its penalty, and the maximiser of the objective with the loss's tangent for the loss."""
+            leaf = now.clone().requires_grad_()
+            loss = self.losses_of(fixed + leaf, image, y).mean()
+            (up,) = torch.autograd.grad(loss, leaf)
+            price = hold * now[part].square().sum() + rule.l1 * now[part].abs().sum()
+            return loss.detach() - price, price, F.softshrink(up[part], rule.l1) / (2 * hold)
+
         parts = (("context", slice(classes), rule.penalty), ("outsiders", slice(classes, None), rule.outsider_penalty))
         for name, part, hold in parts:
             shift[part] = drawn[name].roll(batch.step * STRIDE, -1)
+            value, price, aim = tangent(shift, part, hold)
+            length = 1.0
             for _ in range(rule.ascent_steps):
-                leaf = shift.clone().requires_grad_()
-                (up,) = torch.autograd.grad(self.losses_of(fixed + leaf, image, y).mean(), leaf)
-                shift[part] = F.softshrink(up[part], rule.l1) / (2 * hold)
-            penalty = penalty + hold * shift[part].square().sum() + rule.l1 * shift[part].abs().sum()
+                trial = shift.clone()
+                trial[part] += length * (aim - shift[part])
+                reached, paid, next_aim = tangent(trial, part, hold)
+                if reached > value:
+                    shift, value, price, aim, length = trial, reached, paid, next_aim, 1.0
+                else:
+                    length /= 4
+            penalty = penalty + price
         each = self.losses_of(text + shift, image, y)
         soft = rule.temperature
         return soft * ((each / soft).logsumexp(0) - float(np.log(len(each)))) - penalty

@@ -35,7 +35,8 @@ mini-clip is a backbone a hundredth of the size of those in the papers: their nu
 any, and are no aim. Every table has one rule for all of its rows, which its notes state; where these say nothing else, the \
 learning rate of a row is chosen on validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, \
 3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our \
-own method beside others in [moments](moments.md).
+own method beside others in [moments](moments.md). FOCoOp's rows of before 2026-11-18 have `penalty=100 \
+outsider_penalty=20`, the defaults of then.
 """
 
 
@@ -49,7 +50,7 @@ def main() -> None:
     groups = tables_of([run for run in find(args.folders) if run.done], args.seeds)
     kept = {title: runs for title, runs in groups.items() if len({row_of(r.record) for r in runs}) >= args.rows}
     made = {
-        title: f"{markdown(summarise(runs))}- written on {date.today()} from {len(runs)} runs\n"
+        title: f"{markdown(summarise(runs, fair=True))}- written on {date.today()} from {len(runs)} runs\n"
         for title, runs in kept.items()
     }
     print("".join(f"\n## {title}\n{text}" for title, text in sorted(made.items())))

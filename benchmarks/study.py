@@ -43,8 +43,9 @@ def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[Job]]
 def finished_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> dict[Name, list[RunFolder]]:
     """As run_each, but a setup with a run that failed is left out."""
     jobs = jobs_of(setups, pools)
+    once = {job.folder: job for part in jobs.values() for job in part}  # two names may stand for the same runs
     try:
-        api.execute([job for part in jobs.values() for job in part], at_once, pools)
+        api.execute(list(once.values()), at_once, pools)
     except RunsFailed as error:
         console.note(str(error))
     found = {name: [RunFolder(job.folder) for job in part] for name, part in jobs.items()}

@@ -241,17 +241,18 @@ class Runs(Sequence[Run]):
     def files(self) -> list[RunFolder]:
         return [r.files for r in self.members]
 
-    def table(self, select: Select = "last") -> Table:
-        """One row per method: mean ± standard deviation over seeds. `last` round, or `selected` on validation."""
+    def table(self, select: Select = "last", fair: bool = False) -> Table:
+        """One row per method: mean ± standard deviation over seeds. `last` round, or `selected` on validation. fair: an
+        error where rows follow different protocols, which otherwise a note says."""
         from fedvlm.report.tables import summarise
 
-        return with_notes(summarise(self.files, select), self.notes)
+        return with_notes(summarise(self.files, select, fair=fair), self.notes)
 
-    def tables(self, select: Select = "last") -> dict[str, Table]:
-        """By data set and backbone, a table for each."""
+    def tables(self, select: Select = "last", fair: bool = False) -> dict[str, Table]:
+        """By data set and backbone, a table for each, as `table`."""
         from fedvlm.report.blocks import tables
 
-        return {name: with_notes(table, self.notes) for name, table in tables(self.files, select).items()}
+        return {name: with_notes(table, self.notes) for name, table in tables(self.files, select, fair).items()}
 
     def figure(self, path: str | Path | None = None) -> Figure:
         """Drawn as a matplotlib figure, and written to a file where a path is given."""

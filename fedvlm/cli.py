@@ -50,6 +50,9 @@ SELECT = Argument(
     "--select",
     {"choices": ("last", "selected"), "default": "last", "help": "the last round, or the one chosen on validation"},
 )
+FAIR = Argument(
+    "--fair", {"action": "store_true", "help": "refuse rows that were not run under one protocol, instead of a note"}
+)
 TRUST = Argument(
     "--trust",
     {
@@ -85,7 +88,7 @@ COMMANDS = {
             CSV,
         ),
     ),
-    "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT)),
+    "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT, FAIR)),
     "report": Command(
         "write a self-contained HTML page of finished runs, or serve it while runs go on (--watch)",
         (

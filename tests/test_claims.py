@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +97,66 @@ def test_a_claim_that_fails_is_not_tested_where_its_mechanism_did_not_act(claims
     assert claim.verdict == claims.FAILS
     claim.acted = False
     assert (claim.verdict, claim.why) == (claims.UNTESTED, "the mechanism was not seen to act")
+
+
+def test_a_claim_whose_loser_did_not_learn_is_not_tested(claims, record):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "mechanism": []}
+    content["compare"] = {"left": {"method": "fedot"}, "right": {"method": "fedclip"}, "measure": "C", "relation": ">"}
+    claim = claims.Claim("fedot", content, [claims.Outcome(2, 1, 1, 0.1)], acted=True)
+    assert claim.verdict == claims.HOLDS
+    outcomes = tuple(o._asdict() for o in claim.outcomes)
+    claim.recall(entry(record, definition=record.digest(content), outcomes=outcomes, lacking="fedclip"))
+    assert (claim.verdict, claim.why) == (claims.UNTESTED, "fedclip did not learn")
+    assert record.digest({**content, "needs": [{"method": "fedclip"}]}) != record.digest(content)
+
+
+@pytest.mark.parametrize(
+    ("tried", "next_ones"),
+    [
+        ({0.3: 0.5, 1.0: 0.6, 3.0: 0.5}, set()),
+        ({0.3: 0.5, 1.0: 0.6, 3.0: 0.7}, {10.0}),
+        ({0.3: 0.8, 1.0: 0.6, 3.0: 0.7}, {0.1}),
+        ({0.3: 0.5, 1.0: 0.6, 3.0: 0.7, 10.0: 0.8}, {30.0}),
+        ({0.3: 0.5, 1.0: 0.6, 3.0: 0.7, 10.0: 0.8, 30.0: 0.9}, set()),  # no more
+        ({0.01: 0.9, 0.03: 0.8, 0.1: 0.7, 0.3: 0.6, 1.0: 0.5}, {0.003}),
+    ],
+)
+def test_a_best_lr_at_the_end_of_the_grid_is_tried_further(claims, tried, next_ones):
+    import claim_runs  # benchmarks/claim_runs.py
+
+    assert claim_runs.beyond(tried) == next_ones
+
+
+def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monkeypatch):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "keys": {}, "mechanism": []}
+    sides = [{"method": "fedavg", "on": "tower"}, {"method": "fedavg", "on": "alexnet"}]
+    content["compare"] = {"left": sides[0], "right": sides[1], "measure": "C", "relation": ">"}
+    content["needs"] = [{**sides[1], "field": "learned", "relation": ">", "value": 0.02}]
+    claim = claims.Claim("fedclip", content)
+    study = argparse.Namespace(runs={s: [dict(s.keys)["on"]] for s in claim.sides(content["compare"])})
+    monkeypatch.setattr(claims, "recorded", lambda runs, _: {"tower": 0.5, "alexnet": 0.0}[runs[0]])
+    assert claims.untrained(claim, study) == "fedavg on=alexnet"
+    content["needs"][0]["on"] = "tower"
+    assert claims.untrained(claim, study) == ""
+
+
+def test_a_mechanism_is_read_from_the_side_with_these_settings(claims, monkeypatch):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "keys": {}}
+    content["compare"] = {"left": {"method": "fedclip", "settings": {"keep": True}}, "right": {"method": "fedclip"}}
+    content["compare"] |= {"measure": "P", "relation": ">"}
+    content["mechanism"] = [{"method": "fedclip", "settings": {"keep": True}, "field": "fitted"}]
+    content["mechanism"][0] |= {"relation": ">", "value": 0.5}
+    claim = claims.Claim("fedclip", content)
+    study = argparse.Namespace(runs={s: [dict(s.keys).get("keep", False)] for s in claim.sides(content["compare"])})
+    monkeypatch.setattr(claims, "recorded", lambda runs, _: float(np.median(runs)))
+    assert claims.mechanism(claim, study) and claim.seen == [("fitted", 1.0)]
+
+
+def test_the_twenty_classes_are_those_of_the_other_benchmarks(claims):
+    import outsiders  # benchmarks/outsiders.py
+
+    found = [c for c in claims.claims(["focoop"], []) if "classes" in c.content["keys"]]
+    assert found and all(tuple(c.content["keys"]["classes"]) == outsiders.SMALL_CLASSES for c in found)
 
 
 def test_what_is_run_is_recorded_with_what_it_was_cut_to(claims, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -321,12 +322,13 @@ def test_rows_of_one_table_have_one_rule(tmp_path):
     changes: dict[str, object] = {"rounds": 20, "split": [80, 10, 10], "score": "domain", "shots": 16, "seed": 2}
     for key, value in changes.items():
         record = other.record
-        odd = RunFolder(tmp_path / f"odd-{key}")
-        odd.folder.mkdir()
+        odd = RunFolder(Path(shutil.copytree(other.folder, tmp_path / f"odd-{key}")))
         odd.write("run.json", replace(record, config=record.config | {key: value}).to_json().encode())
         with pytest.raises(FedvlmError, match=rf"same protocol, and these differ in .*{key}.*\(fedavg\).*\(fedclip\)"):
             summarise([one, odd], fair=True)
         assert any(n.startswith("rows that follow different protocols") for n in summarise([one, odd]).notes)
+        folders = [str(one.folder), str(odd.folder)]
+        assert [main(["compare", *folders, *flag]) for flag in ([], ["--fair"])] == [0, 1]
     backbone = RunFolder(tmp_path / "odd-backbone")
     backbone.folder.mkdir()
     changed = replace(other.record, backbone=replace(other.record.backbone, fingerprint="2"))

@@ -50,7 +50,7 @@ def write_table(runs: Runs, args: argparse.Namespace) -> None:
     from fedvlm.report.gains import against
     from fedvlm.report.written import latex, write_csv
 
-    tables = runs.tables(getattr(args, "select", "last"))
+    tables = runs.tables(getattr(args, "select", "last"), getattr(args, "fair", False))
     for title, table in tables.items():
         if len(tables) > 1:
             console.line(title, "bold")

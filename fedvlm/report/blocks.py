@@ -39,8 +39,8 @@ def title(record: RunRecord) -> str:
     return f"{record.data.name} with {record.backbone.name}"
 
 
-def tables(runs: list[RunFolder], select: Select = "last") -> dict[str, Table]:
-    """The table of each block; blocks without a finished run are left out where another has one."""
+def tables(runs: list[RunFolder], select: Select = "last", fair: bool = False) -> dict[str, Table]:
+    """The table of each block; blocks without a finished run are left out where another has one. fair: as in summarise."""
     found = blocks(runs)
     ready = {name: members for name, members in found.items() if any(r.done for r in members)} or found
-    return {name: summarise(members, select) for name, members in ready.items()}
+    return {name: summarise(members, select, fair=fair) for name, members in ready.items()}

@@ -318,7 +318,7 @@ def check_one_rule(rows: dict[str, list[Settings]], free: Collection[str] = ()) 
     if found := differences(rows, free):
         raise FedvlmError(
             f"rows of one table must follow the same protocol, and these differ in {'; '.join(found)}; run them alike "
-            "(the same rounds=, seeds=, backbone=), or see them side by side with `fedvlm compare`"
+            "(the same rounds=, seeds=, backbone=), or see them side by side with `fedvlm compare`, without --fair"
         )
 
 
