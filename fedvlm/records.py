@@ -34,6 +34,10 @@ class ClientScores(TypedDict, total=False):
     personal: Scores
 
 
+UPDATE = "update"  # of all methods with a shared model, among `effects`
+UPDATE_MEANING = "how far the server moved the shared parameters in the round, relative to their norm"
+
+
 class RoundRecord(TypedDict, total=False):
     """A round. Merges add notes of their own (numbers, words, or numbers by client) under further names."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from safetensors.torch import save
 
 from fedvlm.adapters.base import HasDiagnostics
 from fedvlm.config import Setup
-from fedvlm.core import Cohort, Engine, Message, Note, Params, State
+from fedvlm.core import Cohort, Engine, Message, Note, Params, State, is_running_statistic
 from fedvlm.data.federation import Federation, federate
 from fedvlm.data.pool import Pool
 from fedvlm.engines.base import Job
@@ -25,7 +26,7 @@ from fedvlm.many import counted
 from fedvlm.method import Method
 from fedvlm.predictor import check_state
 from fedvlm.privacy.plan import check_method, planned, recorded
-from fedvlm.records import Result, RoundRecord
+from fedvlm.records import UPDATE, Result, RoundRecord
 from fedvlm.sampling import cohort_size, sampled
 from fedvlm.secure.settings import Secure, check_secure
 from fedvlm.sinks.base import opened
@@ -140,6 +141,7 @@ def play_rounds(
         record: RoundRecord = {"round": round, "bytes_down": 0, "bytes_up": 0}
         if round:
             cohort = sample(setup, federation, engine, guard, round)
+            before = state.shared
             try:
                 with timed("rounds"):
                     state, void = usable(method.round(state, cohort), state), 0
@@ -149,6 +151,8 @@ def play_rounds(
                     raise VoidRound(f"{void} rounds in a row changed nothing; {lack}") from lack
                 record["void"] = str(lack)
             record |= account(cohort, federation)
+            if not void and (moved := relative_change(before, state.shared)) is not None:
+                record["effects"] = record.get("effects", {}) | {UPDATE: six_digits(moved)}
             if once and not void:
                 last_round = round
         if method.privacy:
@@ -180,6 +184,16 @@ def play_rounds(
     if outputs:
         run.write("outputs.safetensors", save(with_items(outputs, federation)))
     run.finish(result(method, federation, run.rounds()))
+
+
+def relative_change(before: Params, after: Params) -> float | None:
+    """‖after − before‖ / ‖before‖, running statistics left out; None where nothing is shared, or all of it is 0."""
+    names = [k for k in before if not is_running_statistic(k) and before[k].numel()]
+    norm, change = (
+        math.hypot(*(float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values))
+        for values in ([before[k] for k in names], [after[k] - before[k] for k in names])
+    )
+    return change / norm if norm else None
 
 
 def usable(state: State, before: State) -> State:

@@ -10,6 +10,7 @@ from helpers import example, train_small
 
 from fedvlm import ledger
 from fedvlm.adapters.head import Head
+from fedvlm.adapters.rotation import diagnose_map
 from fedvlm.cli import main
 from fedvlm.core import Cohort, Data
 from fedvlm.engines.stacked import Stacked
@@ -20,6 +21,7 @@ from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
 from fedvlm.report.effects import effects
 from fedvlm.report.page import page
+from fedvlm.train import relative_change
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,43 @@ def test_a_run_shows_what_its_mechanisms_did(run, capsys):
     told = capsys.readouterr().out
     assert "fft-gp" in told and "G" in told and "records no numbers" not in told
     assert [e.name for e in effects(run)] and all(e.meaning for e in effects(run))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("fedavg", {"update"}),
+        ("fedclip", {"update"}),
+        ("fedot", {"update", "condition", "map_change"}),
+        ("fedlt", {"update", "condition", "map_change"}),
+    ],
+)
+def test_a_run_shows_what_its_adapter_and_server_did(images, tmp_path, capsys, method, expected):
+    run = train_small(images, tmp_path / "run", method=method, rounds=2)
+    found = {e.name: e for e in effects(run)}
+    assert expected <= found.keys() and all(e.meaning for e in found.values())
+    assert 0 < found["update"].last < 10 and all(r["effects"]["update"] > 0 for r in run.rounds()[1:])
+    if method == "fedot":
+        assert found["condition"].last == pytest.approx(1, abs=1e-3) and found["map_change"].last > 0
+        assert found["condition"].last == pytest.approx(np.median(list(run.rounds()[-1]["condition"].values())))
+    assert main(["show", str(run.folder)]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in expected) and "records no numbers" not in told
+
+
+def test_the_servers_change_is_relative_and_ignores_running_statistics():
+    before = {"w": torch.tensor([3.0, 4.0]), "norm.running_mean": torch.zeros(2)}
+    after = {"w": torch.tensor([3.0, 9.0]), "norm.running_mean": torch.full((2,), 100.0)}
+    assert relative_change(before, after) == pytest.approx(1.0)
+    assert relative_change({}, {}) is None and relative_change({"w": torch.zeros(2)}, {"w": torch.ones(2)}) is None
+
+
+def test_the_change_of_a_map_is_its_distance_from_the_identity():
+    flip = torch.diag(torch.tensor([1.0, 1.0, 1.0, -1.0]))
+    whole = diagnose_map(flip[None, None])
+    assert whole["map_change"].tolist() == [pytest.approx(2 / 4**0.5)] and whole["condition"].tolist() == [1.0]
+    in_blocks = torch.stack([torch.eye(2), flip[2:, 2:]])[None]
+    assert diagnose_map(in_blocks)["map_change"].tolist() == whole["map_change"].tolist()
 
 
 def test_a_run_shows_where_its_time_went(run, capsys):

@@ -29,6 +29,7 @@ from fedvlm.merge.classwise import mean_by_class
 from fedvlm.merge.transport import Transport, drawn_to_barycentre, least_per_noun, transport_plan
 from fedvlm.method import Method
 from fedvlm.predictor import from_run
+from fedvlm.report.effects import effects
 
 PROMPTS = Outsiders(context=2, count=3)
 
@@ -297,6 +298,7 @@ def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
     run = train.train(setup, Pools().load(setup), tmp_path / "run")
     record = run.rounds()[-1]
     assert {"acc", "auroc", "fpr95", "effects", "global_share"} <= record.keys() and record["acc"] == record["P"]
+    assert 0 < {e.name: e.last for e in effects(run)}["global_share"] < 1
     assert record["detection"]["newcomer"]["auroc"] <= 1 and run.record.data.nouns
     picture = next((images / "noto" / "bird").iterdir())
     assert len(export(run, tmp_path / "out")) >= 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -165,9 +165,9 @@ class HasGradient(Protocol):
 
 @runtime_checkable
 class HasDiagnostics(Protocol):
-    """Numbers worth recording at the end of a run, one per client."""
+    """Numbers worth recording at the end of a run, one per client: by name, with the meaning in words."""
 
-    diagnostics: ClassVar[tuple[str, ...]]
+    diagnostics: ClassVar[Mapping[str, str]]
 
     def diagnose(self, task: Task, params: Params) -> Params: ...
 

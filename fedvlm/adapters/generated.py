@@ -10,6 +10,7 @@ norm without parameters, the hidden layer as wide as the context; W₂ starts so
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +30,9 @@ class Generated(Prompt):
     context: Count = 4  # n, generated vectors before a class name
     heads: Count = 4  # of the attention over class names; must divide the width of the text tower
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("selectivity",)
+    diagnostics: ClassVar[Mapping[str, str]] = {
+        "selectivity": "how much the attention prefers some class names; 0: uniform, 1: a single name"
+    }
 
     def __post_init__(self) -> None:
         if self.specific or self.phrase:
@@ -73,7 +76,6 @@ class Generated(Prompt):
         return super().class_vectors(task, {"context": context})
 
     def diagnose(self, task: Task, params: Params) -> Params:
-        """How much the attention prefers some class names: 0 uniform, 1 a single name."""
         weight, _ = self.attention(task, params)
         entropy = -torch.xlogy(weight, weight).sum(-1).mean((-2, -1))
         return {"selectivity": 1 - entropy / torch.tensor(float(max(2, weight.shape[-1]))).log().to(entropy)}

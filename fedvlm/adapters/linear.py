@@ -1,5 +1,6 @@
 """FedLT, an ablation of FedOT: the private map W is any matrix, starting at I.  logits = scale · w_g (W h)/‖W h‖."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.adapters.base import Adapter, Task, initial_classifier
+from fedvlm.adapters.rotation import MAP_DIAGNOSTICS, diagnose_map
 from fedvlm.core import Params, linear
 
 
@@ -16,7 +18,7 @@ class Linear(Adapter):
     private: tuple[str, ...] = ("map",)
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
+    diagnostics: ClassVar[Mapping[str, str]] = MAP_DIAGNOSTICS
     linear_head: ClassVar[bool] = True
 
     def init(self, task: Task, seed: int) -> Params:
@@ -29,5 +31,4 @@ class Linear(Adapter):
         return task.scale * linear(self.features(task, params, x), params["head"])
 
     def diagnose(self, task: Task, params: Params) -> Params:
-        """The condition number of the private map; 1 where it is orthogonal."""
-        return {"condition": torch.linalg.cond(params["map"])}
+        return diagnose_map(params["map"][:, None])

@@ -9,6 +9,7 @@ among the clients' versions of each (merge/transport.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,7 +34,9 @@ class Outsiders(Prompt):
     separate: bool = True  # −log p(ID|x) in the loss; false: cross-entropy over classes and outsiders only
     candidates: Whole = 0  # WordNet nouns, evenly spaced, from which outsiders are chosen; 0: all
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("global_share",)
+    diagnostics: ClassVar[Mapping[str, str]] = {
+        "global_share": "share of the fused prompts' squared norm that comes from the global contexts"
+    }
 
     def init(self, task: Task, seed: int) -> Params:
         if len(task.nouns) < self.count:
@@ -46,7 +49,6 @@ class Outsiders(Prompt):
         return {k: 0.02 * torch.randn(n, *start.shape[1:], generator=draw).to(start) for k, n in sizes.items()}
 
     def diagnose(self, task: Task, params: Params) -> Params:
-        """The share of the fused prompts' squared norm that comes from the global contexts; private ones have the rest."""
         own, shared = (params[k].flatten(1) for k in ("own", "context"))
         fused = own + self.fusion * (shared - own)
         return {"global_share": self.fusion * (fused * shared).sum(1) / fused.square().sum(1)}

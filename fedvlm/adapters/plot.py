@@ -7,6 +7,7 @@ from different draws, all shared; equal ones would stay equal. With mass < 1 the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +28,9 @@ class Plot(Transported):
     global_prompts: Count = 4  # N, prompts of each class; 1: the mean over the patches
 
     limits: ClassVar[Limits] = Limits(examples=512, clients=4, gpu=True)
-    diagnostics: ClassVar[tuple[str, ...]] = ("prompt_cosine",)
+    diagnostics: ClassVar[Mapping[str, str]] = {
+        "prompt_cosine": "mean cosine between a class's prompts; 1: they have become the same"
+    }
 
     def init(self, task: Task, seed: int) -> Params:
         return {"context": draw_contexts(self, task, seed, self.global_prompts)}
@@ -42,7 +45,6 @@ class Plot(Transported):
         return balanced(cost, self.entropy, self.iterations) if self.mass == 1 else super().plan(cost)
 
     def diagnose(self, task: Task, params: Params) -> Params:
-        """The mean cosine between a class's prompts: 1 where they have become the same."""
         return {"prompt_cosine": mean_cosine(self.prompts(task, params))}
 
 

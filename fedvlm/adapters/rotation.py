@@ -5,6 +5,7 @@ W = diag(W₁ … W_r) with `blocks` = r > 1 (FedOT+B). ‖W h‖ = ‖h‖ = 1,
 Our reading: the paper's temperature is the backbone's scale; "block size" in its appendix is the number of blocks.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,6 +16,11 @@ from fedvlm.adapters.base import Adapter, Task, initial_classifier
 from fedvlm.core import FedvlmError, Params, linear
 from fedvlm.keys import Count
 
+MAP_DIAGNOSTICS = {
+    "condition": "condition number of the private map; 1: orthogonal",
+    "map_change": "distance of the private map from the identity, relative to the identity's norm",
+}
+
 
 @dataclass(frozen=True)
 class Rotation(Adapter):
@@ -22,7 +28,7 @@ class Rotation(Adapter):
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
     blocks: Count = 1  # diagonal blocks of the map; 1: a dense map
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("condition",)
+    diagnostics: ClassVar[Mapping[str, str]] = MAP_DIAGNOSTICS
     linear_head: ClassVar[bool] = True
 
     def init(self, task: Task, seed: int) -> Params:
@@ -40,13 +46,19 @@ class Rotation(Adapter):
         return task.scale * linear(self.features(task, params, x), params["head"])
 
     def diagnose(self, task: Task, params: Params) -> Params:
-        """The condition number of the private map; 1 where it is orthogonal, up to rounding."""
-        return {"condition": torch.linalg.cond(cayley(params["skew"])).amax(-1)}
+        return diagnose_map(cayley(params["skew"]))
 
     def to_linear(self, task: Task, params: Params) -> Tensor:
         head, maps = params["head"], cayley(params["skew"])
         by_block = torch.unflatten(head, -1, (maps.shape[-3], maps.shape[-1])).transpose(-3, -2)
         return task.scale * (by_block @ maps).transpose(-3, -2).flatten(-2)
+
+
+def diagnose_map(blocks: Tensor) -> Params:
+    """MAP_DIAGNOSTICS of maps with these diagonal blocks, [clients, blocks, size, size]."""
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    change = (blocks - eye).square().mean((-3, -2, -1)) * blocks.shape[-1]
+    return {"condition": torch.linalg.cond(blocks).amax(-1), "map_change": change.sqrt()}
 
 
 def cayley(x: Tensor) -> Tensor:

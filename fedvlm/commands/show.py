@@ -56,7 +56,7 @@ def show_run(folder: Path) -> None:
     from fedvlm.evaluate.protocols import target
     from fedvlm.folder import RunFolder
     from fedvlm.report.effects import effects
-    from fedvlm.report.tables import backbone_id, format_value, settings
+    from fedvlm.report.tables import DASH, backbone_id, format_value, settings
 
     run = RunFolder(folder)
     record = run.record
@@ -78,7 +78,7 @@ def show_run(folder: Path) -> None:
     if found:
         console.rows(
             ["mechanism", "first round", "last round", "meaning"],
-            [[e.name, f"{e.first:.4g}", f"{e.last:.4g}", e.meaning] for e in found],
+            [[e.name, DASH if e.first is None else f"{e.first:.4g}", f"{e.last:.4g}", e.meaning] for e in found],
         )
     else:
         console.note("this method records no numbers about its mechanism")

@@ -1,24 +1,28 @@
-"""What the mechanisms of a method did in a run: numbers that its local rule and its merge record in every round."""
+"""What the mechanisms of a method did in a run: numbers that its local rule and its merge record in every round, and what
+its adapter records of every client's model at the end."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from statistics import median
 from typing import NamedTuple
 
 from fedvlm import parts
 from fedvlm.folder import RunFolder
-from fedvlm.records import RunRecord
+from fedvlm.records import UPDATE, UPDATE_MEANING, RoundRecord, RunRecord
 
 
 class Effect(NamedTuple):
     name: str
-    first: float  # of the first round that has it
+    first: float | None  # of the first round that has it; None: recorded at the end only
     last: float
     meaning: str
 
 
 def effects(run: RunFolder) -> list[Effect]:
-    recorded = [r["effects"] for r in run.rounds() if r.get("effects")]
+    rounds = run.rounds()
+    recorded = [r["effects"] for r in rounds if r.get("effects")]
     if not recorded:  # finding the meanings imports torch
         return []
     known = meanings(run.record)
@@ -27,15 +31,37 @@ def effects(run: RunFolder) -> list[Effect]:
     for name in names:
         values = [one[name] for one in recorded if name in one]
         found.append(Effect(name, values[0], values[-1], known.get(name, "")))
+    for name, meaning in diagnostics(run.record).items():
+        if (value := median_of(rounds[-1], name)) is not None:
+            found.append(Effect(name, None, value, f"{meaning} (median over clients)"))
     return found
+
+
+def median_of(record: RoundRecord, name: str) -> float | None:
+    """Over clients; of many clients a record has the median alone."""
+    entries: Mapping[str, object] = record
+    by_client, summary = entries.get(name), record.get("summaries", {}).get(name)
+    if isinstance(by_client, dict) and by_client:
+        return float(median(by_client.values()))
+    return summary["median"] if summary else None
 
 
 def meanings(record: RunRecord) -> dict[str, str]:
     """In words, of parts that fedvlm has; a user's own code is not run for this."""
-    found: dict[str, str] = {}
+    found = {UPDATE: UPDATE_MEANING}
     for axis, part in (("local", record.local), ("merge", record.merge)):
         found |= {} if part.code else meanings_of(axis, part.name)
     return found
+
+
+def diagnostics(record: RunRecord) -> Mapping[str, str]:
+    adapter = record.adapter
+    return {} if adapter.code or adapter.name not in parts.names("adapter") else declared("adapter", adapter.name)
+
+
+@cache
+def declared(axis: str, name: str) -> Mapping[str, str]:
+    return getattr(parts.find(axis, name), "diagnostics", {})
 
 
 @cache

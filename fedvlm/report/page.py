@@ -23,7 +23,7 @@ from fedvlm.report.axes import Drawn, indexed
 from fedvlm.report.blocks import blocks
 from fedvlm.report.columns import meanings
 from fedvlm.report.details import Details, Method, details
-from fedvlm.report.effects import effects
+from fedvlm.report.effects import Effect, effects
 from fedvlm.report.figures import LIGHT, Line, gather, scores_by_client
 from fedvlm.report.gains import against
 from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent
@@ -255,11 +255,13 @@ def facts(groups: Groups) -> dict[str, str]:
 
 def acted(run: RunFolder) -> list[dict[str, str]]:
     """What the mechanisms of a run's method did."""
-    return [
-        {"run": run.folder.name, "what": e.name, "first round": f"{e.first:.3g}", "last round": f"{e.last:.3g}"}
-        | {"meaning": e.meaning or DASH}
-        for e in effects(run)
-    ]
+
+    def row(e: Effect) -> dict[str, str]:
+        first = DASH if e.first is None else f"{e.first:.3g}"
+        values = {"first round": first, "last round": f"{e.last:.3g}"}
+        return {"run": run.folder.name, "what": e.name, **values, "meaning": e.meaning or DASH}
+
+    return [row(e) for e in effects(run)]
 
 
 def classes(data: DataRecord) -> str:
