@@ -36,7 +36,8 @@ any, and are no aim. Every table has one rule for all of its rows, which its not
 learning rate of a row is chosen on validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, \
 3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our \
 own method beside others in [moments](moments.md). FOCoOp's rows of before 2026-11-18 have `penalty=100 \
-outsider_penalty=20`, the defaults of then.
+outsider_penalty=20`, the defaults of then, and those of 2026-11-16 `fusion=0.8` in place of \
+the paper's 0.2, which is in [claims](claims.md).
 """
 
 
@@ -102,7 +103,8 @@ def title_of(record: RunRecord) -> str:
     said = [f"{k}={shown(v)}" for k, v in alike.items() if v != usual.get(k) and v not in ("", None)]
     if outsiders := str(record.config.get("outsiders") or ""):
         said.append(f"outsiders={Path(outsiders).name}")
-    return f"{record.data.name}: {', '.join(said)}"
+    chosen = f", {len(record.data.classes)} classes" if record.config.get("classes") else ""
+    return f"{record.data.name}{chosen}: {', '.join(said)}"
 
 
 def shown(value: object) -> str:
