@@ -23,15 +23,16 @@ from __future__ import annotations
 import argparse
 import math
 import subprocess
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import claim_document
 import numpy as np
 import yaml
+from claim_document import HEAD, VERDICTS, lines, number
 from claim_record import FIGURES, Entry, digest, load, merged, save
 from claim_runs import Side, Study, listed
 from study import last_rounds, megabytes_per_round, seed_scores
@@ -47,7 +48,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "claims.md"
 PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
 SEEDS = (50, 77, 98, 11, 12)
 PERCENT = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
-HOLDS, FAILS, OPEN, UNTESTED = "holds", "does not hold", "not decided", "not tested"
+HOLDS, FAILS, OPEN, UNTESTED = VERDICTS
 
 
 class Outcome(NamedTuple):
@@ -283,73 +284,14 @@ def measured(claim: Claim, study: Study) -> Entry:
     )
 
 
-def number(value: float) -> str:
-    if 0 < abs(value) < 0.1:
-        return f"{value:.2g}"
-    return f"{value:.2f}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def numbers_of_paper(given: object) -> str:
-    pairs = given if isinstance(given, list) else [given]
-    found = [
-        f"{p['left']:g} and {p['right']:g}" for p in pairs if isinstance(p, dict) and {"left", "right"} <= p.keys()
-    ]
-    return "; ".join(found) or "–"
-
-
-def lines(found: Sequence[Claim]) -> Iterator[list[str]]:
-    for claim in found:
-        c = claim.content
-        yield [
-            str(c["claim"]),
-            str(c["source"]),
-            numbers_of_paper(c.get("paper")),
-            "; ".join(map(str, claim.outcomes)) or "–",
-            claim.effects,
-            f"**{claim.verdict}**" + (f" ({claim.why})" if claim.why else ""),
-            claim.measured or "–",
-        ]
-
-
-HEAD = ["claim", "source", "paper, left and right", "ours: left and right, difference and 95 % interval"]
-HEAD += ["mechanism, last round", "verdict", "measured"]
-
-
 def document(entries: Mapping[str, Entry]) -> str:
     """All claims, with what the record has of them."""
     found = claims(PAPERS, [])
     for claim in found:
         if claim.name in entries:
             claim.recall(entries[claim.name])
-    counts = Counter(c.verdict for c in found)
-    told = ", ".join(f"{counts[v]} {v}" for v in (HOLDS, FAILS, OPEN, UNTESTED))
     backbones, splits = (sorted({getattr(e, k) for e in entries.values()}) for k in ("backbone", "split"))
-    text = [
-        "# The papers' claims, checked\n",
-        "Written by `python benchmarks/claims.py --write` from benchmarks/claims/measured.json; not edited by hand. "
-        "`python benchmarks/claims.py --data NAME=FOLDER --papers PAPER --only ID --write` measures a claim again (`--list` "
-        f"names them and their data) and keeps the figures of the others. {len(found)} claims: {told}.\n",
-        f"Backbone {', '.join(backbones)}, split {', '.join(splits)} %, test split, last round; lr of every method from one "
-        "grid on validation (first seed): the recipe's × 0.3, 1 and 3, and where *measured* names factors, more where the "
-        "best was the first or last. A verdict is about these sizes, not about the paper's backbone. *does not hold* "
-        "needs a mechanism that was seen to act; *not decided*: the 95 % interval over seeds has both signs; *not tested* "
-        "says why.\n",
-    ]
-    for paper in PAPERS:
-        mine = [c for c in found if c.paper == paper]
-        text += [f"\n## {paper}\n", "| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-        text += ["| " + " | ".join(x.replace("|", "\\|") for x in row) + " |" for row in lines(mine)]
-        text += [f"\n{note}" for c in mine if (note := note_of(c))]
-    return "\n".join(text) + "\n"
-
-
-def note_of(claim: Claim) -> str:
-    """The claim's `note` with its figures in place of their names; none where something was not measured."""
-    note = str(claim.content.get("note", ""))
-    if not note or len(claim.outcomes) < len(claim.compared):
-        return ""
-    figures = {f"{k}{i}": number(getattr(o, k)) for i, o in enumerate(claim.outcomes, 1) for k in FIGURES}
-    return note.format(**figures, **{name: f"{value:.2g}" for name, value in claim.seen if value is not None})
+    return claim_document.document(found, backbones, splits)
 
 
 def main() -> None:
@@ -375,7 +317,8 @@ def main() -> None:
     study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
         check(claim, study)
-    console.rows(["id", *HEAD[2:6]], [[c.content["id"], *row[2:6]] for c, row in zip(found, lines(found), strict=True)])
+    kept = [HEAD.index(h) for h in HEAD if h != "claim"]
+    console.rows([HEAD[i] for i in kept], [[row[i] for i in kept] for row in lines(found)])
     if args.write:
         known = {c.name for c in claims(PAPERS, [])}
         kept = {name: entry for name, entry in load(RECORD).items() if name in known}

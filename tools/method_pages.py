@@ -22,6 +22,7 @@ from fedvlm.core import nbytes
 from fedvlm.data.pool import task_of
 from fedvlm.local.copies import COPY
 from fedvlm.method import Method
+from fedvlm.records import UPDATE, UPDATE_MEANING
 from fedvlm.reference import shown, table
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -236,18 +237,16 @@ def grids(path: Path) -> tuple[Grid, ...]:
 
 
 def acting(setup: Setup) -> list[str]:
-    """What its local rule and merge record of their mechanisms."""
+    """What its parts and the server record of what they did."""
     rows = [
         [f"`{name}`", f"{axis} `{setup.parts[axis].name}`", meaning]
         for axis in ("local", "merge")
         for name, meaning in getattr(setup, axis).effects.items()
     ]
     if isinstance(setup.adapter, HasDiagnostics):
-        meaning = inspect.getdoc(setup.adapter.diagnose) or ""
         home = f"adapter `{setup.parts['adapter'].name}`, last round"
-        rows += [[f"`{name}`", home, meaning] for name in setup.adapter.diagnostics]
-    if not rows:
-        return ["It records no numbers about a mechanism: clients train, and the server averages.\n"]
+        rows += [[f"`{name}`", home, meaning] for name, meaning in setup.adapter.diagnostics.items()]
+    rows.append([f"`{UPDATE}`", "the server", UPDATE_MEANING])
     note = "Each round's record has these numbers (medians over clients); `fedvlm show RUN` and the page show them.\n"
     return [*table(["number", "recorded by", "meaning"], rows), "", note]
 
