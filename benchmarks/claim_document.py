@@ -101,10 +101,17 @@ def number(given: float) -> str:
     return f"{given:.2f}" if abs(given) < 1000 else f"{given:,.0f}"
 
 
+def plain(given: float) -> str:
+    """As the paper prints it."""
+    return f"{given:g}" if abs(given) < 1000 else f"{given:,.0f}"
+
+
 def numbers_of_paper(given: object) -> str:
     pairs = given if isinstance(given, list) else [given]
     found = [
-        f"{p['left']:g} and {p['right']:g}" for p in pairs if isinstance(p, dict) and {"left", "right"} <= p.keys()
+        f"{plain(p['left'])} and {plain(p['right'])}"
+        for p in pairs
+        if isinstance(p, dict) and {"left", "right"} <= p.keys()
     ]
     return "; ".join(found) or "–"
 

@@ -105,7 +105,13 @@ class Claim:
 
     @property
     def effects(self) -> str:
-        texts = [f"{name} {'not recorded' if value is None else f'{value:.3g}'}" for name, value in self.seen]
+        """What the records show, with the method's name where several are looked at."""
+        asked = [*self.content.get("mechanism", []), *self.content.get("needs", [])]
+        several = len({one.get("method") for one in asked}) > 1
+        texts = []
+        for one, (name, value) in zip(asked, self.seen, strict=False):
+            whose = f"{one['method']}: " if several else ""
+            texts.append(f"{whose}{name} {'not recorded' if value is None else f'{value:.3g}'}")
         return ", ".join(dict.fromkeys(texts)) or "–"
 
     def recall(self, entry: Entry) -> None:
