@@ -432,8 +432,9 @@ class PublishedTable(TypedDict, total=False):
     note: str
     missing: str  # why no row can be run
     select: str  # the round that is reported: last, or selected (on validation)
-    over: list[int]  # of a mean over data sets: the tables whose parts it is the mean of
-    figure: str  # a picture of the rows' models (fedvlm/report/NAME.py)
+    over: list[int | str]  # of a mean over data sets: the tables whose parts it is the mean of
+    sets: list[str]  # the data sets of that mean; left out: all of these tables
+    figure: str  # a picture of the rows' records or models (fedvlm/report/NAME.py)
     rows: list[dict[str, Any]]  # ROW_KEYS, and the measures: a number, or [mean, std]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import train_small
 from test_report import DOMAINS
 from test_report import write as fake_run
 
@@ -19,6 +20,7 @@ from fedvlm.commands.reproduce import reasons
 from fedvlm.config import resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.folder import RunFolder
+from fedvlm.report import curves
 from fedvlm.report.tables import differences, rule, summarise
 from fedvlm.reproduce import manifest
 from fedvlm.reproduce.data import BACKBONES, Found, locate, other_backbone, vision
@@ -138,6 +140,40 @@ def test_a_figure_is_drawn(capsys, tmp_path):
     assert main(words) == 0
     assert "x.png: similarity of images and prompts" in capsys.readouterr().out
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_by_round_are_drawn(capsys, tmp_path):
+    words = [
+        "reproduce",
+        "feddtl",
+        "fig-12",
+        "part=caltech101-16-shot-non-iid",
+        "methods=feddtl-decoupled",
+        "--rehearse",
+    ]
+    assert main([*words, "seeds=1", "jobs=1", f"figure={tmp_path / 'x.png'}"]) == 0
+    assert "x.png: local strategies" in capsys.readouterr().out
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_are_means_over_runs_and_data_sets(images, tmp_path):
+    runs = [train_small(images, tmp_path / str(seed), rounds=2, seed=seed) for seed in (1, 2, 3)]
+    values = [[r["P"] for r in run.rounds()] for run in runs]
+    picture = curves.draw({"one": [runs[:2]], "two sets": [runs[:2], runs[2:]], "none": [[]]}, {"P": 100.0})
+    one, two, none = picture.axes[0].lines
+    first = np.mean(values[:2], axis=0)
+    assert list(one.get_xdata()) == [0, 1, 2] and one.get_ydata() == pytest.approx(100 * first)
+    assert two.get_ydata() == pytest.approx(50 * (first + values[2])) and not len(none.get_xdata())
+    assert picture.axes[0].get_title(loc="left") == "P, %"
+
+
+def test_figures_that_are_means_over_data_sets_have_their_parts():
+    assert [len(members(p)) for p in find("feddtl", "fig-2")] == [7] * 4
+    assert [len(members(p)) for p in find("feddtl", "fig-3")] == [7] * 2
+    assert [len(members(p)) for p in find("feddtl", "fig-4")] == [5] * 4
+    for figure in ("fig-2", "fig-3", "fig-4"):
+        for part in find("feddtl", figure):
+            assert all({r.title for r in part.rows} <= {r.title for r in member.rows} for member in members(part))
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     data, outsiders = str(given.pop("data")), str(given.pop("outsiders", ""))
     if all(p.over for p in chosen):
         for part in chosen:
-            show_mean(part, data, outsiders, given, methods, args)
+            show_mean(part, data, outsiders, given, methods, args, picture)
         return
     for part, found in located([p for p in chosen if not p.over], data, outsiders):
         show_part(part, found, given, methods, args, picture)
@@ -130,8 +130,7 @@ def show_part(
     table = run.compared(part, planned, found)
     console.show(table)
     if part.figure:
-        place = picture or file_name(f"{part.paper} {part.table} {part.name}.png".lower().replace(" ", "-"))
-        run.draw(part, planned, place, pools)
+        run.draw(part, planned, place := picture or picture_name(part), pools)
         console.line(f"{place}: {part.caption}")
     if args.csv:
         columns = list(table.values[0]) if table.values else table.columns
@@ -141,8 +140,18 @@ def show_part(
     return planned
 
 
+def picture_name(part: Part) -> str:
+    return file_name(f"{part.paper} {part.table} {part.name}.png".lower().replace(" ", "-"))
+
+
 def show_mean(
-    part: Part, data: str, outsiders: str, given: Mapping[str, object], methods: list[str], args: argparse.Namespace
+    part: Part,
+    data: str,
+    outsiders: str,
+    given: Mapping[str, object],
+    methods: list[str],
+    args: argparse.Namespace,
+    picture: str = "",
 ) -> None:
     """The members of a mean over data sets that are in the folder, then their mean."""
     from fedvlm.reproduce import run
@@ -152,6 +161,9 @@ def show_mean(
     if not args.dry:
         console.line(f"{part.title}, {part.name}: {part.caption}", "bold")
         console.show(run.mean_over(part, results))
+        if part.figure:
+            run.draw_curves(part, [planned for _, planned, _ in results], place := picture or picture_name(part))
+            console.line(f"{place}: {part.caption}")
 
 
 def show_costs(costs: list[RowCost]) -> None:

@@ -31,7 +31,8 @@ BY_PLACE = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "base", "novel", "hm
 PART_KEYS = tuple(recipe.PublishedTable.__annotations__)
 SET_KEYS = ("title", "layout", "domains", "more_domains", "classes", "get")
 LAYOUTS = ("domain/class/image", "class/image", "site/image+mask", "text")
-FIGURES = ("similarity", "surface", "tsne", "weights")  # files of fedvlm/report that draw trained models
+CURVES = "curves"  # a figure of measures by round
+FIGURES = (CURVES, "similarity", "surface", "tsne", "weights")  # files of fedvlm/report; all but the first draw models
 AVERAGE = "average"  # the data of a part that is a mean over data sets
 
 
@@ -83,6 +84,7 @@ class Part:
     rows: tuple[Row, ...]
     figure: str = ""  # of FIGURES; "": none is drawn
     over: tuple[str, ...] = ()  # of a mean over data sets: the tables whose parts it is the mean of
+    sets: tuple[str, ...] = ()  # the data sets of that mean; (): all that these tables have
 
     @property
     def title(self) -> str:
@@ -185,7 +187,7 @@ def _part(path: Path, paper: str, cited: str, table: dict[str, Any]) -> Part:
     name = table.get("part", table["data"])
     return Part(
         **text, paper=paper, cited=cited, name=name, keys=keys, measures=tuple(table["measures"]), rows=rows,
-        select=table.get("select", "last"), figure=figure, over=over,
+        select=table.get("select", "last"), figure=figure, over=over, sets=tuple(table.get("sets", ())),
     )  # fmt: skip
 
 
@@ -193,7 +195,8 @@ def members(part: Part) -> list[Part]:
     """Of a mean over data sets, the parts that it is the mean of: "average-iid" is that of "cifar10-iid", …"""
     setting = part.name.removeprefix(AVERAGE).lstrip("-")
     tables = [p for p in parts(part.paper) if p.data != AVERAGE and numbers_of(p.table) & set(part.over)]
-    return [p for p in tables if p.name == "-".join(filter(None, (p.data, setting)))]
+    wanted = [p for p in tables if p.name == "-".join(filter(None, (p.data, setting)))]
+    return [p for p in wanted if p.data in (part.sets or (p.data,))]
 
 
 def runnable(part: Part) -> int:

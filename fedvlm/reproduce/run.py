@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +23,7 @@ from fedvlm.records import Select
 from fedvlm.report.table import Table, Value
 from fedvlm.report.tables import DASH, check_one_rule, rule, rule_keys, scored_on
 from fedvlm.reproduce.data import Found, other_backbone
-from fedvlm.reproduce.manifest import PERCENT, Part, Published, Row, data_sets, members
+from fedvlm.reproduce.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
 from fedvlm.reproduce.measures import half_width, seed_values
 
 COLUMNS = ["row", "measure", "ours", "95 %", "paper", "difference"]
@@ -156,10 +156,12 @@ def ask(part: Part, planned: list[Planned], found: Found) -> None:
 
 
 def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
-    """Writes the picture of the rows' models as a PNG file: of each row the runs of the first seed."""
+    """Writes the picture as a PNG file: measures by round, or the models of the first seed of each row."""
     from fedvlm.evaluate.finished import Finished
     from fedvlm.report import figures, models
 
+    if part.figure == CURVES:
+        return draw_curves(part, [planned], place)
     panel = import_module(f"fedvlm.report.{part.figure}").panel
     found = []
     for p in planned:
@@ -171,6 +173,17 @@ def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
             found.append(models.Named(p.row.title + held_out, model))
     if found:
         figures.write(models.draw(panel, found), Path(place), figures.LIGHT)
+
+
+def draw_curves(part: Part, members: Sequence[list[Planned]], place: str) -> None:
+    """The part's measures by round; of a mean over data sets, `members` are their rows."""
+    from fedvlm.report import curves, figures
+
+    rows = {
+        row.title: [p.finished for planned in members for p in planned if p.row.title == row.title] for row in part.rows
+    }
+    measures = {m: 100.0 if m in PERCENT else 1.0 for m in part.measures}
+    figures.write(curves.draw(rows, measures), Path(place), figures.LIGHT)
 
 
 def runs_of(planned: list[Planned]) -> Runs:
