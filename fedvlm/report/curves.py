@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
 
 from fedvlm.folder import RunFolder
 from fedvlm.records import value_of
@@ -17,17 +18,19 @@ Group = Sequence[RunFolder]  # runs of one row on one data set
 
 
 def draw(rows: Mapping[str, Sequence[Group]], measures: Mapping[str, float], theme: Theme = LIGHT) -> Picture:
-    """Of each row the mean over its runs, and over its data sets where it has several; `measures` have the factor that they
-    are drawn with, 100 for percents."""
+    """Of each row that has runs the mean over them, and over its data sets where it has several; `measures` have the factor
+    that they are drawn with, 100 for percents."""
+    rows = {title: found for title, groups in rows.items() if (found := [runs for runs in groups if runs])}
     with styled(theme):
         picture = Picture(figsize=(SIZE * len(measures), SIZE), layout=ConstrainedLayoutEngine())
         axes = picture.subplots(1, len(measures), squeeze=False)[0]
         for ax, (measure, factor) in zip(axes, measures.items(), strict=True):
             for (title, groups), colour in zip(rows.items(), theme.colours * len(rows), strict=False):
-                line = mean_of([by_round(runs, measure) for runs in groups if runs])
+                line = mean_of([by_round(runs, measure) for runs in groups])
                 ax.plot(list(line), [factor * v for v in line.values()], "-", color=colour, label=title)
             ax.set_title(f"{measure}, %" if factor == 100 else measure)
             ax.set_xlabel("round")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0].legend(frameon=False, fontsize=7)
         return settled(picture)
 
