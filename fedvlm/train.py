@@ -190,7 +190,7 @@ def relative_change(before: Params, after: Params) -> float | None:
     """‖after − before‖ / ‖before‖, running statistics left out; None where nothing is shared, or all of it is 0."""
     names = [k for k in before if not is_running_statistic(k) and before[k].numel()]
     norm, change = (
-        math.hypot(*(float(torch.linalg.vector_norm(v, dtype=torch.float64)) for v in values))
+        math.hypot(*(float(torch.linalg.vector_norm(v)) for v in values))
         for values in ([before[k] for k in names], [after[k] - before[k] for k in names])
     )
     return change / norm if norm else None
