@@ -9,6 +9,7 @@ import torch
 from helpers import example, train_small
 
 from fedvlm import ledger
+from fedvlm.adapters.attention import Attention
 from fedvlm.adapters.head import Head
 from fedvlm.adapters.rotation import diagnose_map
 from fedvlm.cli import main
@@ -21,6 +22,7 @@ from fedvlm.merge.mean import Mean
 from fedvlm.method import Method
 from fedvlm.report.effects import effects
 from fedvlm.report.page import page
+from fedvlm.steps.diagnose import few_examples
 from fedvlm.train import relative_change
 
 
@@ -77,7 +79,7 @@ def test_a_run_shows_what_its_mechanisms_did(run, capsys):
     ("method", "expected"),
     [
         ("fedavg", {"update"}),
-        ("fedclip", {"update"}),
+        ("fedclip", {"update", "mask_contrast", "mask_variation"}),
         ("fedot", {"update", "condition", "map_change"}),
         ("fedlt", {"update", "condition", "map_change"}),
     ],
@@ -93,6 +95,30 @@ def test_a_run_shows_what_its_adapter_and_server_did(images, tmp_path, capsys, m
     assert main(["show", str(run.folder)]) == 0
     told = capsys.readouterr().out
     assert all(name in told for name in expected) and "records no numbers" not in told
+
+
+def test_what_fedclips_mask_does():
+    adapter = Attention()
+    task, data = example(adapter)
+    params = {k: torch.zeros(2, *v.shape) for k, v in adapter.init(task, 0).items()}
+    x = data.x[:6].view(2, 3, -1)
+    assert all(v.abs().max() < 1e-5 for v in adapter.diagnose(task, params, x).values())
+    params["b2"][1, 0] = 1.0  # the second client's mask prefers a coordinate, in all images
+    found = adapter.diagnose(task, params, x)
+    mask = torch.softmax(params["b2"][1], 0)
+    assert found["mask_contrast"][1] == pytest.approx(float(mask.std(correction=0) / mask.mean()))
+    assert found["mask_contrast"][0] < 1e-5 and found["mask_variation"].abs().max() < 1e-5
+    params |= {k: torch.randn(params[k].shape, generator=torch.Generator().manual_seed(1)) for k in ("w1", "w2")}
+    masks = torch.softmax(torch.tanh(x @ params["w1"].mT) @ params["w2"].mT + params["b2"][:, None], -1)
+    expected = (masks.std(1, correction=0) / masks.mean(1)).mean(-1)
+    torch.testing.assert_close(adapter.diagnose(task, params, x)["mask_variation"], expected)
+
+
+def test_few_examples_are_a_clients_own():
+    bounds = np.array([[0, 20, 22, 24], [24, 26, 28, 30], [30, 30, 30, 30]])
+    data = Data(torch.arange(30.0)[:, None], torch.zeros(30, dtype=torch.long), bounds, np.arange(3))
+    found = few_examples(data)[..., 0]
+    assert found[0].tolist() == list(range(16)) and found[1].tolist() == [24.0, 25.0] * 8
 
 
 def test_the_servers_change_is_relative_and_ignores_running_statistics():

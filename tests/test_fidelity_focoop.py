@@ -151,8 +151,8 @@ def test_the_share_of_the_global_context(double, fusion):
     adapter = Outsiders(context=2, count=3, fusion=fusion)
     one, other = torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8)
     one[..., 0, :], other[..., 1, :] = 1.0, 1.0
-    share = adapter.diagnose(task, {"own": one, "context": other})["global_share"]
+    share = adapter.diagnose(task, {"own": one, "context": other}, torch.empty(0))["global_share"]
     torch.testing.assert_close(share, torch.tensor([fusion**2 / (fusion**2 + (1 - fusion) ** 2)]))
     torch.testing.assert_close(
-        adapter.diagnose(task, {"own": one, "context": one})["global_share"], torch.tensor([fusion])
+        adapter.diagnose(task, {"own": one, "context": one}, torch.empty(0))["global_share"], torch.tensor([fusion])
     )

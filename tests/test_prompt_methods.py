@@ -219,7 +219,7 @@ def test_plot_of_one_prompt_is_promptfl_on_the_mean_patch(double):
     params, x = moved(adapter.init(task, 3)), data.x[None, :4].double()
     found = adapter.logits(task, params, x)
     torch.testing.assert_close(found, WORDS.logits(task, {"context": params["context"][:, 0]}, x[:, :, 1:].mean(2)))
-    assert adapter.diagnose(task, params)["prompt_cosine"].tolist() == [1.0]
+    assert adapter.diagnose(task, params, torch.empty(0))["prompt_cosine"].tolist() == [1.0]
 
 
 def test_the_mean_cosine_of_prompts(double):
@@ -228,7 +228,9 @@ def test_the_mean_cosine_of_prompts(double):
     params = moved(adapter.init(task, 3), by=1.0, clients=2)
     text = adapter.prompts(task, params)
     pairs = [(text[:, i] * text[:, j]).sum(-1).mean(-1) for i, j in ((0, 1), (0, 2), (1, 2))]
-    torch.testing.assert_close(adapter.diagnose(task, params)["prompt_cosine"], torch.stack(pairs).mean(0))
+    torch.testing.assert_close(
+        adapter.diagnose(task, params, torch.empty(0))["prompt_cosine"], torch.stack(pairs).mean(0)
+    )
 
 
 # ProDA
@@ -320,7 +322,7 @@ def test_the_context_is_attention_over_class_names(double):
     torch.testing.assert_close(adapter.class_vectors(backwards, params), found.flip(1))  # a set has no order
     half = task.subset(slice(0, 2))
     assert (adapter.class_vectors(half, params) - found[:, :2]).abs().max() > 1e-3  # another set, another context
-    assert 0 < adapter.diagnose(task, params)["selectivity"] < 1
+    assert 0 < adapter.diagnose(task, params, torch.empty(0))["selectivity"] < 1
 
 
 def test_without_its_last_layer_the_generator_is_one_vector_of_promptfl(double):

@@ -9,6 +9,7 @@ Rules that align features compare d · a(h)·h (our reading): not normalised, an
 embedding as it is. The coordinates of a(h)·h alone are d times smaller, and CORAL's covariances d⁴.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,10 @@ class Attention(Adapter):
     unit: bool = False  # true: the mask sees embeddings of length 1, as in fedvlm before 0.3
 
     open_vocabulary: ClassVar[bool] = True
+    diagnostics: ClassVar[Mapping[str, str]] = {
+        "mask_contrast": "standard deviation of the mask over coordinates, relative to its mean; 0: all count alike",
+        "mask_variation": "standard deviation of the mask over images, relative to its mean; 0: the same for all images",
+    }
 
     @property
     def view(self) -> str:  # type: ignore[override]
@@ -40,16 +45,26 @@ class Attention(Adapter):
         bounds = {"w1": d**-0.5, "b1": d**-0.5, "w2": hidden**-0.5, "b2": hidden**-0.5}
         return {k: (torch.rand(s, generator=rng) * 2 - 1) * bounds[k] for k, s in shapes.items()}
 
+    def mask(self, params: Params, x: Tensor) -> Tensor:
+        """a(h)."""
+        hidden = torch.tanh(linear(x, params["w1"], params["b1"]))
+        return torch.softmax(linear(hidden, params["w2"], params["b2"]), dim=-1)
+
     def masked(self, params: Params, x: Tensor) -> Tensor:
         """a(h)·h."""
-        hidden = torch.tanh(linear(x, params["w1"], params["b1"]))
-        return torch.softmax(linear(hidden, params["w2"], params["b2"]), dim=-1) * x
+        return self.mask(params, x) * x
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return F.normalize(self.masked(params, x), dim=-1)
 
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * self.features(task, params, x) @ task.names().mT
+
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
+        mask = self.mask(params, x)
+        mean = mask.mean(1)
+        by_image = (mask.var(1, correction=0).sqrt() / mean).mean(-1)
+        return {"mask_contrast": mean.var(-1, correction=0).sqrt() * mask.shape[-1], "mask_variation": by_image}
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         masked = self.masked(params, batch.x)

@@ -169,7 +169,9 @@ class HasDiagnostics(Protocol):
 
     diagnostics: ClassVar[Mapping[str, str]]
 
-    def diagnose(self, task: Task, params: Params) -> Params: ...
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
+        """[clients] each, from the clients' own models and a few of their training examples, [clients, examples, …]."""
+        ...
 
 
 @runtime_checkable

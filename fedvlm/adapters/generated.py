@@ -75,7 +75,7 @@ class Generated(Prompt):
         context = linear(inner, params["out.weight"], params["out.bias"])[:, None]
         return super().class_vectors(task, {"context": context})
 
-    def diagnose(self, task: Task, params: Params) -> Params:
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
         weight, _ = self.attention(task, params)
         entropy = -torch.xlogy(weight, weight).sum(-1).mean((-2, -1))
         return {"selectivity": 1 - entropy / torch.tensor(float(max(2, weight.shape[-1]))).log().to(entropy)}

@@ -30,5 +30,5 @@ class Linear(Adapter):
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * linear(self.features(task, params, x), params["head"])
 
-    def diagnose(self, task: Task, params: Params) -> Params:
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
         return diagnose_map(params["map"][:, None])

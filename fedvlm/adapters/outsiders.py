@@ -48,7 +48,7 @@ class Outsiders(Prompt):
         draw = generator(seed, 47)
         return {k: 0.02 * torch.randn(n, *start.shape[1:], generator=draw).to(start) for k, n in sizes.items()}
 
-    def diagnose(self, task: Task, params: Params) -> Params:
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
         own, shared = (params[k].flatten(1) for k in ("own", "context"))
         fused = own + self.fusion * (shared - own)
         return {"global_share": self.fusion * (fused * shared).sum(1) / fused.square().sum(1)}

@@ -44,7 +44,7 @@ class Plot(Transported):
     def plan(self, cost: Tensor) -> Tensor:
         return balanced(cost, self.entropy, self.iterations) if self.mass == 1 else super().plan(cost)
 
-    def diagnose(self, task: Task, params: Params) -> Params:
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
         return {"prompt_cosine": mean_cosine(self.prompts(task, params))}
 
 

@@ -45,7 +45,7 @@ class Rotation(Adapter):
     def logits(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return task.scale * linear(self.features(task, params, x), params["head"])
 
-    def diagnose(self, task: Task, params: Params) -> Params:
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
         return diagnose_map(cayley(params["skew"]))
 
     def to_linear(self, task: Task, params: Params) -> Tensor:
