@@ -37,8 +37,18 @@ class TwoMasks(Attention):
         text = {TEXT + k: v for k, v in super().init(task, key(seed, 83)).items()}
         return text | (super().init(task, seed) if self.images else {})
 
+    def text_side(self, params: Params) -> Params:
+        return {k.removeprefix(TEXT): v for k, v in params.items() if k.startswith(TEXT)}
+
+    def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
+        """Of the mask on images; with images=false, of that on class embeddings, which takes the place of images."""
+        if self.images:
+            return super().diagnose(task, params, x)
+        text = self.text_side(params)
+        return super().diagnose(task, text, task.names()[None].to(text["w1"]))
+
     def class_vectors(self, task: Task, params: Params) -> Tensor:
-        text = {k.removeprefix(TEXT): v for k, v in params.items() if k.startswith(TEXT)}
+        text = self.text_side(params)
         return F.normalize(self.masked(text, task.names()[None].to(text["w1"])), dim=-1)
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
