@@ -38,6 +38,7 @@ SOURCES = (
 class PartInfo(NamedTuple):
     keys: list[Key]
     summary: str  # the first line of its file's docstring
+    records: dict[str, str]  # numbers about its mechanism that it records (effects, diagnostics), with their meaning
 
 
 class MethodInfo(NamedTuple):
@@ -75,7 +76,7 @@ class Catalogue(NamedTuple):
             return [Key(*k)._replace(choices=tuple(k[4]), range=Range(*k[6])) for k in given]  # type: ignore
 
         found = {
-            kind: {name: PartInfo(keys(given), summary) for name, (given, summary) in known.items()}
+            kind: {name: PartInfo(keys(given), *rest) for name, (given, *rest) in known.items()}
             for kind, known in kinds.items()
         }
         return cls(
@@ -119,6 +120,17 @@ def keys(kind: str, name: str) -> list[Key]:
     return known.keys if known else keys_of(parts.find(kind, name))
 
 
+def records(kind: str, name: str) -> dict[str, str]:
+    """The numbers that a part records of its mechanism, with their meaning; {} where there is no such part."""
+    if known := load().parts[kind].get(name):
+        return known.records
+    return records_of(parts.find(kind, name)) if name in parts.names(kind) else {}
+
+
+def records_of(cls: type) -> dict[str, str]:
+    return dict(getattr(cls, "effects", {}) or getattr(cls, "diagnostics", {}))
+
+
 def make(digest: str) -> Catalogue:
     """Imports everything."""
     found: dict[str, dict[str, PartInfo]] = {}
@@ -127,7 +139,7 @@ def make(digest: str) -> Catalogue:
         for name in sorted(set(parts.names(kind)) - parts.installed(kind).keys()):
             cls = parts.find(kind, name)
             summary = (sys.modules[cls.__module__].__doc__ or "").split("\n")[0]
-            found[kind][name] = PartInfo(keys_of(cls) if kind != "engine" else [], summary)
+            found[kind][name] = PartInfo(keys_of(cls) if kind != "engine" else [], summary, records_of(cls))
     methods = []
     for name in recipe.names():
         r = recipe.load(name)

@@ -8,6 +8,7 @@ import sys
 from typing import NamedTuple
 
 import pytest
+from helpers import train_small
 
 from fedvlm import catalogue
 from fedvlm.catalogue import SHIPPED, Catalogue
@@ -116,3 +117,10 @@ def test_a_catalogue_that_is_damaged_or_old_is_made_anew(tmp_path, monkeypatch, 
     (made,) = (tmp_path / "cache").glob("catalogue-*.json")
     assert Catalogue.from_json(made.read_text(encoding="utf-8")) == known
     catalogue.load.cache_clear()
+
+
+def test_what_a_run_did_is_shown_without_torch(images, tmp_path, known):
+    run = train_small(images, tmp_path / "run", method="fft-gp", rounds=1)
+    best = ran("show", str(run.folder))
+    assert best.code == 0 and best.loaded == []
+    assert "usable_slopes" in best.out and "mask_variation" in best.out

@@ -4,13 +4,12 @@ its adapter records of every client's model at the end."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from statistics import median
 from typing import NamedTuple
 
-from fedvlm import parts
+from fedvlm import catalogue
 from fedvlm.folder import RunFolder
-from fedvlm.records import UPDATE, UPDATE_MEANING, RoundRecord, RunRecord
+from fedvlm.records import UPDATE, UPDATE_MEANING, PartRecord, RoundRecord, RunRecord
 
 
 class Effect(NamedTuple):
@@ -23,16 +22,14 @@ class Effect(NamedTuple):
 def effects(run: RunFolder) -> list[Effect]:
     rounds = run.rounds()
     recorded = [r["effects"] for r in rounds if r.get("effects")]
-    if not recorded:  # finding the meanings imports torch
-        return []
     known = meanings(run.record)
     names = dict.fromkeys(name for one in recorded for name in one)
     found = []
     for name in names:
         values = [one[name] for one in recorded if name in one]
         found.append(Effect(name, values[0], values[-1], known.get(name, "")))
-    for name, meaning in diagnostics(run.record).items():
-        if (value := median_of(rounds[-1], name)) is not None:
+    for name, meaning in recorded_by("adapter", run.record.adapter).items():
+        if rounds and (value := median_of(rounds[-1], name)) is not None:
             found.append(Effect(name, None, value, f"{meaning} (median over clients)"))
     return found
 
@@ -48,25 +45,11 @@ def median_of(record: RoundRecord, name: str) -> float | None:
 
 def meanings(record: RunRecord) -> dict[str, str]:
     """In words, of parts that fedvlm has; a user's own code is not run for this."""
-    found = {UPDATE: UPDATE_MEANING}
-    for axis, part in (("local", record.local), ("merge", record.merge)):
-        found |= {} if part.code else meanings_of(axis, part.name)
-    return found
+    return {UPDATE: UPDATE_MEANING} | recorded_by("local", record.local) | recorded_by("merge", record.merge)
 
 
-def diagnostics(record: RunRecord) -> Mapping[str, str]:
-    adapter = record.adapter
-    return {} if adapter.code or adapter.name not in parts.names("adapter") else declared("adapter", adapter.name)
-
-
-@cache
-def declared(axis: str, name: str) -> Mapping[str, str]:
-    return getattr(parts.find(axis, name), "diagnostics", {})
-
-
-@cache
-def meanings_of(axis: str, name: str) -> dict[str, str]:
-    return getattr(parts.find(axis, name), "effects", {}) if name in parts.names(axis) else {}
+def recorded_by(kind: str, part: PartRecord) -> dict[str, str]:
+    return {} if part.code else catalogue.records(kind, part.name)
 
 
 def line(run: RunFolder) -> str:
