@@ -122,5 +122,5 @@ def test_a_catalogue_that_is_damaged_or_old_is_made_anew(tmp_path, monkeypatch, 
 def test_what_a_run_did_is_shown_without_torch(images, tmp_path, known):
     run = train_small(images, tmp_path / "run", method="fft-gp", rounds=1)
     best = ran("show", str(run.folder))
-    assert best.code == 0 and best.loaded == []
+    assert best.code == 0 and set(best.loaded) <= {"numpy"}
     assert "usable_slopes" in best.out and "mask_variation" in best.out
