@@ -101,7 +101,7 @@ def number(given: float) -> str:
     return f"{given:.2f}" if abs(given) < 1000 else f"{given:,.0f}"
 
 
-def plain(given: float) -> str:
+def as_printed(given: float) -> str:
     """As the paper prints it."""
     return f"{given:g}" if abs(given) < 1000 else f"{given:,.0f}"
 
@@ -109,7 +109,7 @@ def plain(given: float) -> str:
 def numbers_of_paper(given: object) -> str:
     pairs = given if isinstance(given, list) else [given]
     found = [
-        f"{plain(p['left'])} and {plain(p['right'])}"
+        f"{as_printed(p['left'])} and {as_printed(p['right'])}"
         for p in pairs
         if isinstance(p, dict) and {"left", "right"} <= p.keys()
     ]

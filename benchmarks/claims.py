@@ -323,8 +323,8 @@ def main() -> None:
     study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
         check(claim, study)
-    kept = [HEAD.index(h) for h in HEAD if h != "claim"]
-    console.rows([HEAD[i] for i in kept], [[row[i] for i in kept] for row in lines(found)])
+    shown_columns = [i for i, name in enumerate(HEAD) if name != "claim"]  # a terminal has no room for it
+    console.rows([HEAD[i] for i in shown_columns], [[row[i] for i in shown_columns] for row in lines(found)])
     if args.write:
         known = {c.name for c in claims(PAPERS, [])}
         kept = {name: entry for name, entry in load(RECORD).items() if name in known}

@@ -48,10 +48,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3, help="tables with fewer are left out")
     parser.add_argument("--write", action="store_true", help="docs/results.md")
     args = parser.parse_args()
-    groups = tables_of([run for run in find(args.folders) if run.done], args.seeds)
+    done = [run for run in find(args.folders) if run.done]
+    groups = tables_of(done, args.seeds)
     kept = {title: runs for title, runs in groups.items() if len({row_of(r.record) for r in runs}) >= args.rows}
     made = {
-        title: f"{markdown(summarise(runs, fair=True))}- written on {date.today()} from {len(runs)} runs\n"
+        title: f"{markdown(summarise(runs, fair=True))}{further_notes(done, title)}"
+        f"- written on {date.today()} from {len(runs)} runs\n"
         for title, runs in kept.items()
     }
     print("".join(f"\n## {title}\n{text}" for title, text in sorted(made.items())))
@@ -92,6 +94,21 @@ def tables_of(runs: Sequence[RunFolder], seeds: int) -> dict[str, list[RunFolder
             if len({run.record.seed for run in chosen}) >= seeds:
                 found.setdefault(title, []).extend(chosen)
     return found
+
+
+def further_notes(runs: Sequence[RunFolder], title: str) -> str:
+    """Where no row of a table had an lr to choose from, and how many updates a method took that has the choice."""
+    tried: dict[str, set[str]] = defaultdict(set)
+    found = set()
+    for record in (run.record for run in runs if title_of(run.record) == title):
+        tried[row_of(record)].add(str(record.local.settings.get("lr")))
+        if budget := record.local.settings.get("budget"):
+            found.add(
+                f"- {record.method.label}: budget={budget} (same: as many updates as FedAvg, double: twice as many)"
+            )
+    if all(len(rates) == 1 for rates in tried.values()):
+        found.add(f"- learning rates were given, not chosen: {', '.join(sorted(set.union(*tried.values())))}")
+    return "".join(f"{note}\n" for note in sorted(found))
 
 
 def title_of(record: RunRecord) -> str:

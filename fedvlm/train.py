@@ -169,7 +169,7 @@ def play_rounds(
                     raise NoQuorum(f"the last round cannot be scored; {lack}") from lack
                 record["unscored"] = str(lack)
             record |= {"score_bytes_down": check.bytes_down, "score_bytes_up": check.bytes_up}
-        if round == last_round:
+        if round == last_round and not (method.privacy or config.secure):  # numbers about single clients
             record |= diagnose(method, federation, engine, guard, state.message(), round)
         record |= guard.end_round(round)
         record["seconds"] = six_digits(time.perf_counter() - began)

@@ -37,6 +37,7 @@ class Diagnose(Step):
 
 
 def few_examples(data: Data) -> Tensor:
-    """The first training examples of each client, [clients, EXAMPLES, …]; where there are fewer, they are repeated."""
+    """The first training examples of each client, [clients, EXAMPLES, …]; where there are fewer, they are repeated. Only
+    clients that train are asked, so that each has one."""
     place = np.arange(EXAMPLES) % np.maximum(data.counts("train"), 1)[:, None]
     return data.take(data.tensor(np.minimum(data.bounds[:, :1] + place, len(data.x) - 1)))
