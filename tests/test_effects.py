@@ -97,7 +97,9 @@ def test_a_run_shows_what_its_adapter_and_server_did(images, tmp_path, capsys, m
     assert all(name in told for name in expected) and "records no numbers" not in told
 
 
-@pytest.mark.parametrize("keys", [{"dp": "client", "noise_multiplier": 1.0, "delta": 0.01}, {"secure": True, "unseen": ()}])
+@pytest.mark.parametrize(
+    "keys", [{"dp": "client", "noise_multiplier": 1.0, "delta": 0.01}, {"secure": True, "unseen": ()}]
+)
 def test_diagnostics_stay_on_the_clients_where_replies_are_protected(images, tmp_path, keys):
     run = train_small(images, tmp_path / "run", method="fedclip", rounds=1, **keys)
     assert "mask_variation" not in run.rounds()[-1] and [e.name for e in effects(run)] == ["update"]
