@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
-from fedvlm import backbones, console
+from fedvlm import backbones
 from fedvlm.backbones.hf import Clip
 from fedvlm.data.encoding import BATCH, PIECE
 from fedvlm.data.source import decode, open_source
 from fedvlm.data.store import features
-from fedvlm.machine import cores
+from fedvlm.system import console
+from fedvlm.system.machine import cores
 
 SECONDS = 4.0  # that each process computes for
 

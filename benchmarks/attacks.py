@@ -1,4 +1,4 @@
-"""What lying clients do to each merge, with the server's guard (fedvlm/guard.py, bound=) and without it.
+"""What lying clients do to each merge, with the server's guard (fedvlm/rounds/guard.py, bound=) and without it.
 
     python benchmarks/attacks.py --jobs 16 --out attacks.json --write docs/robustness.md
     python benchmarks/attacks.py --quick              # two merges, five attacks, one seed
@@ -34,17 +34,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.config import Config, Setup, resolve
-from fedvlm.core import Cohort, Data, Message, Params, Reply, State
-from fedvlm.data.federation import Federation
+from fedvlm.config.config import Config, Setup, resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.seeds import generator
+from fedvlm.core.state import Message, Params, Reply, State
+from fedvlm.data.clients import Federation
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import VoidRound
-from fedvlm.evaluate.views import evaluate
-from fedvlm.guard import Guard
-from fedvlm.method import Method
-from fedvlm.seeds import generator
-from fedvlm.train import prepare, usable
+from fedvlm.evaluation.views import evaluate
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import Method
+from fedvlm.training.train import prepare, usable
 
 CLIENTS = 10
 MARGIN, BACKDOOR_MARGIN = 2.0, 10.0  # points
@@ -341,7 +343,7 @@ def setup_for(case: Case, seed: int) -> Setup:
 
 
 def play(method: Method, federation: Federation, attack: Attack, guarded: bool, rounds: int, found: Found) -> None:
-    """The rounds of a run as fedvlm.train plays them; without the guard everything is accepted."""
+    """The rounds of a run as fedvlm.training.train plays them; without the guard everything is accepted."""
     data = replace(federation.data, rounds=rounds)
     declared, everybody = np.diff(data.bounds, axis=1), np.arange(CLIENTS)
     guard = Guard(method, federation.names, declared, data.extras, Config.bound, lambda text: None) if guarded else None

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from study import Shelf, finished_each, last_rounds
 
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.records import RoundRecord
+from fedvlm.training.folder import RunFolder
 
 GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, which was chosen on other data
 WIDER = (0.003, 0.01, 0.03, 0.1, *GRID, 10.0, 30.0)  # what is tried where the best of the grid is its first or last

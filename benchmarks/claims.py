@@ -37,10 +37,10 @@ from claim_record import FIGURES, Entry, digest, load, merged, save
 from claim_runs import Side, Study, listed
 from study import last_rounds, megabytes_per_round, seed_scores
 
-from fedvlm import console
-from fedvlm.folder import RunFolder
-from fedvlm.records import RoundRecord, value_of
-from fedvlm.reproduce.measures import half_width
+from fedvlm.core.records import RoundRecord, value_of
+from fedvlm.studies.papers.measures import half_width
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
 
 FOLDER = Path(__file__).parent / "claims"
 RECORD = FOLDER / "measured.json"

@@ -36,19 +36,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import console
-from fedvlm.adapters import cnn
-from fedvlm.adapters.base import Task
-from fedvlm.config import Setup, resolve
-from fedvlm.core import Data, Params
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Data
+from fedvlm.core.state import Params
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import NO_DOMAIN, Item, Source
-from fedvlm.engines.base import Engine, Job
-from fedvlm.folder import RunFolder
-from fedvlm.guard import Guard
-from fedvlm.machine import cores
-from fedvlm.method import Method
-from fedvlm.train import account, device_of, prepare, sample
+from fedvlm.engines.base import Engine, Job, device_of
+from fedvlm.parts.adapters import cnn
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import Method
+from fedvlm.system import console
+from fedvlm.system.machine import cores
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.train import account, prepare, sample
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from cifar10 import CLASSES, images

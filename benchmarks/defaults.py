@@ -23,10 +23,11 @@ import yaml
 from results import write_section
 from study import finished_each
 
-from fedvlm import console, recipe
-from fedvlm.config import Setup, resolve
+from fedvlm.config import recipe
+from fedvlm.config.config import Setup, resolve
 from fedvlm.data.pool import Pools
-from fedvlm.evaluate.views import selection
+from fedvlm.evaluation.views import selection
+from fedvlm.system import console
 
 BACKBONE = "mini-clip"
 EMBEDDED = ("head", "attention", "rotation", "linear", "mlp", "memory")  # adapters that train in seconds

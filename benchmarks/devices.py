@@ -31,11 +31,12 @@ from PIL import Image
 from roofline import peak_rate
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedvlm import console, train
-from fedvlm.backbones import products
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
 from fedvlm.data.pool import Pools
-from fedvlm.folder import RunFolder
+from fedvlm.system import console
+from fedvlm.towers import products
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 PARTS = ("tower", "runs", "workers", "retina", "text")
 SITES = {"chasedb1": 28, "drive": 40}  # images of the real sites

@@ -7,11 +7,12 @@ from itertools import islice
 import torch
 from torch.nn import functional as F
 
-from fedvlm import backbones, console
+from fedvlm import backbones
 from fedvlm.backbones.base import Precision, in_precision
 from fedvlm.backbones.hf import Clip
 from fedvlm.data.encoding import BATCH, GPU_BATCH
 from fedvlm.data.source import decode, open_source
+from fedvlm.system import console
 
 IMAGES = 1024
 PRECISIONS: tuple[Precision, ...] = ("full", "tf32", "half")

@@ -4,7 +4,8 @@
     python benchmarks/exchange.py --sites 4 16 --large     # also 16 sites, and 500 MB
     python benchmarks/exchange.py --sizes 1e3 1e6 --times 3 --out exchange.json
 
-links: ours (fedvlm/deploy/links.py, site.py, and an agent that answers with the tensors it got, written down in its ledger).
+links: ours (fedvlm/federation/links.py, site.py, and an agent that answers with the tensors it got, written down in its
+ledger).
 bare: NVFlare's Collab call with the same bytes, answered by a method that returns its argument: what NVFlare itself costs.
 loopback: engine=loopback's processes, without a network. Kits, certificates and processes are real, all on this machine.
 
@@ -13,8 +14,8 @@ Memory is the highest above what a process had before the first message, in mult
 processes (NVFlare's for the job, and the agent). The bars: links takes at most RATIO times bare's median, and a site at most
 MEMORY times the message. Exit code 1 where a bar is missed.
 
-This file is also part of a job: it is copied into the frozen package (as fedvlm.deploy.exchange) and named in its list of
-allowed classes. In that copy alone, agents answer a step "echo".
+This file is also part of a job: it is copied into the frozen package (as fedvlm.federation.exchange) and named in its list
+of allowed classes. In that copy alone, agents answer a step "echo".
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ import torch
 from nvflare.collab import collab
 from nvflare.collab.api.context import get_call_context, set_call_context
 
-from fedvlm.deploy.links import Links
-from fedvlm.deploy.site import Site
-from fedvlm.engines.frames import LIMIT
-from fedvlm.engines.wire import Header, pack
+from fedvlm.federation.frames import LIMIT
+from fedvlm.federation.links import Links
+from fedvlm.federation.site import Site
+from fedvlm.federation.wire import Header, pack
 
 if TYPE_CHECKING:
     from federation import Federation
@@ -50,7 +51,7 @@ SIZES, LARGE = (10**3, 10**5, 10**6, 10**7, 10**8), 5 * 10**8
 WAYS = ("links", "bare", "loopback")
 RATIO, MEMORY = 1.3, 3.0
 SECONDS = 900.0  # that an exchange may take
-MODULE = "fedvlm.deploy.exchange"
+MODULE = "fedvlm.federation.exchange"
 
 
 # What runs inside the job, and in loopback's place
@@ -169,9 +170,9 @@ class Server:
         def kinds() -> dict[str, list[int]]:
             return {
                 "relay": processes("worker_process", str(self.place / "kits")),
-                "agent": processes("fedvlm.deploy.agent", str(self.place / "home-")),
+                "agent": processes("fedvlm.federation.agent", str(self.place / "home-")),
                 "server": [os.getpid()],
-                "parents": processes("fedvlm.deploy.start", str(self.place / "kits")),
+                "parents": processes("fedvlm.federation.start", str(self.place / "kits")),
             }
 
         echo = through_links if self.way == "links" else bare
@@ -187,7 +188,7 @@ class Server:
 
 def loopback(folder: Path, sizes: list[int], times: int, out: Path) -> None:
     """Of the clients in a run's folder."""
-    from fedvlm.engines.loopback import Inbox, Loopback, Worker
+    from fedvlm.federation.engines.loopback import Inbox, Loopback, Worker
 
     engine = object.__new__(Loopback)
     engine.folders = sorted((folder / "clients").iterdir())
@@ -224,13 +225,13 @@ def prepared(place: Path, number: int) -> Federation:
 
     fed = Federation(place, [f"site-{k + 1:02}" for k in range(number)])
     package = place / "code" / "fedvlm"
-    (package / "deploy" / "exchange.py").write_bytes(Path(__file__).read_bytes())
+    (package / "federation" / "exchange.py").write_bytes(Path(__file__).read_bytes())
     for kind, name in (("server", "Server"), ("site", "Echo")):
-        patch(package / "deploy" / "settings.py", f'"{kind}": [', f'"{kind}": ["{MODULE}.{name}", ')
+        patch(package / "federation" / "settings.py", f'"{kind}": [', f'"{kind}": ["{MODULE}.{name}", ')
     look, answer = "            if header.step == LOOK:\n", '            if header.step == "echo":\n'
-    patch(package / "deploy" / "agent.py", look, f"{answer}                return self.told(header, parts)\n{look}")
+    patch(package / "federation" / "agent.py", look, f"{answer}                return self.told(header, parts)\n{look}")
     first, answer = "        if header.step == OUTPUTS:\n", '        if header.step == "echo":\n'
-    patch(package / "engines" / "worker.py", first, f"{answer}            return done, parts\n{first}")
+    patch(package / "federation" / "worker.py", first, f"{answer}            return done, parts\n{first}")
     style = styles()[0]
     with zipfile.ZipFile(ROOT / "fedvlm" / "data" / "assets" / "emoji.zip") as box:
         for label in CLASSES:
@@ -252,10 +253,10 @@ def patch(path: Path, old: str, new: str) -> None:
 
 def submit(fed: Federation, folder: Path, **args: object) -> None:
     """A job with this file's classes in place of ours, until it has ended."""
-    from fedvlm.deploy import admin
-    from fedvlm.deploy.plan import Plan
-    from fedvlm.deploy.status import session
-    from fedvlm.records import MethodRecord, PartRecord
+    from fedvlm.core.records import MethodRecord, PartRecord
+    from fedvlm.federation import admin
+    from fedvlm.federation.plan import Plan
+    from fedvlm.federation.status import session
 
     part = PartRecord("")
     plan = Plan(
@@ -354,7 +355,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if __spec__ is not None:  # python -m fedvlm.deploy.exchange, in the frozen copy
+    if __spec__ is not None:  # python -m fedvlm.federation.exchange, in the frozen copy
         loopback(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
     else:
         sys.exit(main())

@@ -23,14 +23,17 @@ import numpy as np
 import torch
 from study import last_rounds, mean_std, megabytes_per_round, results, run_each, seed_scores, standard_error
 
-from fedvlm import api, console, train
-from fedvlm.config import Setup, resolve
-from fedvlm.core import Cohort, Message
+from fedvlm import api
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.merge import Gaps, Replies
+from fedvlm.core.state import Message
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
-from fedvlm.folder import RunFolder
-from fedvlm.merge.base import Gaps, Replies
-from fedvlm.planning import single_runs
+from fedvlm.system import console
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import single_runs
 
 MERGES, LOCALS = ("mean", "ga", "faa"), ("sgd", "prox", "ditto", "perfedavg", "bgp", "bgp-same")
 LIMIT = 45  # CPU-minutes that all runs together may take

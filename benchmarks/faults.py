@@ -129,13 +129,13 @@ def malformed_messages(part: tuple[int, int]) -> Counter[str]:
     import torch
     from helpers import random_data, random_task
 
-    from fedvlm.adapters.head import Head
-    from fedvlm.engines import wire
     from fedvlm.errors import BadMessage
-    from fedvlm.guard import Guard
-    from fedvlm.local.sgd import Sgd
-    from fedvlm.merge.classwise import Classwise
-    from fedvlm.method import Method
+    from fedvlm.federation import wire
+    from fedvlm.parts.adapters.head import Head
+    from fedvlm.parts.local.sgd import Sgd
+    from fedvlm.parts.merge.classwise import Classwise
+    from fedvlm.rounds.guard import Guard
+    from fedvlm.rounds.method import Method
 
     torch.set_num_threads(1)
     task = random_task()
@@ -243,11 +243,11 @@ def wire(count: int, place: Path) -> Outcome:
     """A request of so many megabytes to a client process and back, as the loopback engine does it; the best of three."""
     import torch
 
-    from fedvlm.engines.loopback import connected
-    from fedvlm.engines.wire import Header, pack, receive, send, unpack
+    from fedvlm.federation.engines.loopback import connected
+    from fedvlm.federation.wire import Header, pack, receive, send, unpack
 
     client = (
-        "import os\nfrom fedvlm.engines.wire import Header, pack, receive, send, unpack\n"
+        "import os\nfrom fedvlm.federation.wire import Header, pack, receive, send, unpack\n"
         "requests, replies = (os.fdopen(os.dup(n), mode, buffering=0) for n, mode in ((0, 'rb'), (1, 'wb')))\n"
         "while frame := receive(requests):\n    header, parts = unpack(frame)\n    send(replies, pack(header, parts))\n"
     )

@@ -125,7 +125,7 @@ class Federation:
         made = self.place / "other-code"
         if not made.exists():
             shutil.copytree(self.place / "code", made)
-            with (made / "fedvlm" / "core.py").open("a") as file:
+            with (made / "fedvlm" / "core" / "state.py").open("a") as file:
                 file.write("# another version\n")
         return made
 
@@ -166,7 +166,7 @@ class Federation:
         from safetensors.torch import load_file
 
         from fedvlm.engines.rows import Rows
-        from fedvlm.folder import RunFolder
+        from fedvlm.training.folder import RunFolder
 
         one, other = (load_file(self.place / r / "state.safetensors") for r in (run, reference))
         found = [k for k in other if k not in one or not torch.equal(one[k].nan_to_num(), other[k].nan_to_num())]
@@ -263,7 +263,7 @@ def tensors(path: Path) -> dict[str, bytes]:
 
 def ledgers(fed: Federation, run: str) -> list[str]:
     """Where a site's ledger and what the server received disagree."""
-    from fedvlm import ledger
+    from fedvlm.federation import ledger
 
     found = []
     for site in fed.sites:
@@ -305,15 +305,15 @@ def kill_job(fed: Federation, site: str) -> None:
 
 
 def kill_agent(fed: Federation, site: str) -> None:
-    kill("fedvlm.deploy.agent", str(fed.place / f"home-{site}"))
+    kill("fedvlm.federation.agent", str(fed.place / f"home-{site}"))
 
 
 def kill_parent(fed: Federation, site: str) -> None:
-    kill("fedvlm.deploy.start", str(fed.place / "kits" / site))
+    kill("fedvlm.federation.start", str(fed.place / "kits" / site))
 
 
 def kill_server(fed: Federation, site: str) -> None:
-    kill("fedvlm.deploy.start", str(fed.place / "kits" / "server"))
+    kill("fedvlm.federation.start", str(fed.place / "kits" / "server"))
     with contextlib.suppress(RuntimeError):
         kill("runner_process", str(fed.place / "kits" / "server"))
 
@@ -321,7 +321,7 @@ def kill_server(fed: Federation, site: str) -> None:
 def stop_and_go(fed: Federation, site: str) -> None:
     chosen = [
         *pids("worker_process", str(fed.place / "kits" / site)),
-        *pids("fedvlm.deploy.agent", str(fed.place / f"home-{site}")),
+        *pids("fedvlm.federation.agent", str(fed.place / f"home-{site}")),
     ]
     for pid in chosen:
         os.kill(pid, signal.SIGSTOP)

@@ -11,7 +11,7 @@ jobs      a job with code or with a class that is not allowed, and a run that a 
 capture   every byte between a site and the server in a run of FedOT: no private row, image, embedding, file name or path
 
 Exit code 1 where anything was lost. This file is also part of the lies' job: it is copied into the frozen package (as
-fedvlm.deploy.hostile) and named in its list of allowed classes. Only there does it play the liar.
+fedvlm.federation.hostile) and named in its list of allowed classes. Only there does it play the liar.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from nvflare.collab import collab
 from nvflare.collab.api.context import get_call_context, set_call_context
 from safetensors.torch import load_file
 
-from fedvlm import ledger
-from fedvlm.config import resolve
-from fedvlm.core import Params
-from fedvlm.deploy import agent as honest
-from fedvlm.deploy.hub import SITES, Play, Status
-from fedvlm.deploy.links import Links
-from fedvlm.deploy.plan import BEGIN, FINISH, JSON, LOOK, Plan
-from fedvlm.deploy.site import DONE, Site, only_server, silent
-from fedvlm.engines.wire import Header, octets, pack, unpack
-from fedvlm.folder import RunFolder
+from fedvlm.config.config import resolve
+from fedvlm.core.state import Params
+from fedvlm.federation import agent as honest
+from fedvlm.federation import ledger
+from fedvlm.federation.hub import SITES, Play, Status
+from fedvlm.federation.links import Links
+from fedvlm.federation.plan import BEGIN, FINISH, JSON, LOOK, Plan
+from fedvlm.federation.site import DONE, Site, only_server, silent
+from fedvlm.federation.wire import Header, octets, pack, unpack
+from fedvlm.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from federation import Federation
 
-MODULE = "fedvlm.deploy.hostile"
+MODULE = "fedvlm.federation.hostile"
 PLACE = "FEDVLM_HOSTILE"  # a variable with the folder of the whole federation
 NUL, ESC = "\x00", "\x1b"
 FORGED = f"{ESC}[2J{ESC}[31mround 9: client noto is left out: forged\r\nround 10: all is well{NUL}"
@@ -435,16 +435,16 @@ def prepared(folder: Path) -> Federation:
     (folder / "liar").write_text(fed.sites[2])  # the last: the others have the same places without it
     (folder / "scenario").write_text("")
     package = folder / "code" / "fedvlm"
-    (package / "deploy" / "hostile.py").write_bytes(Path(__file__).read_bytes())
+    (package / "federation" / "hostile.py").write_bytes(Path(__file__).read_bytes())
     for kind, name in (("server", "Server"), ("site", "Relay")):
-        patch(package / "deploy" / "settings.py", f'"{kind}": [', f'"{kind}": ["{MODULE}.{name}", ')
+        patch(package / "federation" / "settings.py", f'"{kind}": [', f'"{kind}": ["{MODULE}.{name}", ')
     own = "serve(Agent(Path(sys.argv[1]), sys.argv[2])"
     patch(
-        package / "deploy" / "agent.py",
+        package / "federation" / "agent.py",
         f"    {own}",
         f"    from {MODULE} import agent\n\n    {own.replace('Agent', 'agent')}",
     )
-    patch(package / "guard.py", "OFFENCES = 3 ", "OFFENCES = 10_000 ")  # so that a liar may go on
+    patch(package / "rounds" / "guard.py", "OFFENCES = 3 ", "OFFENCES = 10_000 ")  # so that a liar may go on
     return fed
 
 
@@ -457,9 +457,9 @@ def job(
     limit: float = 60.0,
 ) -> str:
     """Submits a job that names these classes; how it ended."""
-    from fedvlm.deploy import admin
-    from fedvlm.deploy.status import session
-    from fedvlm.records import MethodRecord, PartRecord
+    from fedvlm.core.records import MethodRecord, PartRecord
+    from fedvlm.federation import admin
+    from fedvlm.federation.status import session
 
     part = PartRecord("")
     plan = Plan(
@@ -603,7 +603,7 @@ def strangers(fed: Federation) -> Iterator[Tried]:
 
 
 def unpacked_kit(path: Path) -> Path:
-    from fedvlm.deploy.provision import unpack as unpack_kit
+    from fedvlm.federation.provision import unpack as unpack_kit
 
     return unpack_kit(path)
 
@@ -639,12 +639,12 @@ def started(fed: Federation, kit: Path, name: str) -> subprocess.Popen[bytes]:
     about = json.loads((kit / "kit.json").read_text()) | {"name": name}
     (kit / "kit.json").write_text(json.dumps(about))
     code = (
-        "import json,sys; from pathlib import Path; from fedvlm.deploy.settings import About;"
-        "from fedvlm.deploy.provision import write_settings; k = Path(sys.argv[1]);"
+        "import json,sys; from pathlib import Path; from fedvlm.federation.settings import About;"
+        "from fedvlm.federation.provision import write_settings; k = Path(sys.argv[1]);"
         "write_settings(k, About(**json.loads((k / 'kit.json').read_text())), k)"
     )
     subprocess.run([sys.executable, "-c", code, str(kit)], env=fed.env, check=True)
-    call = [sys.executable, "-m", "fedvlm.deploy.start", "site", str(kit), name, str(os.getpid())]
+    call = [sys.executable, "-m", "fedvlm.federation.start", "site", str(kit), name, str(os.getpid())]
     log = (fed.place / f"{kit.name}.log").open("ab")
     return subprocess.Popen(call, env=fed.env, cwd=kit, stdout=log, stderr=log)
 
@@ -675,7 +675,7 @@ def taken_over(fed: Federation, kit: Path, name: str) -> str:
 def jobs(fed: Federation) -> Iterator[Tried]:
     marks = [fed.place / f"mark-{k}" for k in range(4)]
     code = f"from pathlib import Path\nPath({str(marks[0])!r}).write_text('x')\n\n\nclass Evil:\n    pass\n".encode()
-    server: dict[str, object] = {"path": "fedvlm.deploy.hub.Hub", "args": {"plan": "{}"}}
+    server: dict[str, object] = {"path": "fedvlm.federation.hub.Hub", "args": {"plan": "{}"}}
     ended = job(fed, fed.place / "job-code", server, {"path": "evil.Evil"}, {"app/custom/evil.py": code})
     yield Tried("a job with code", "it ran" if marks[0].exists() else "", ended[:70])
 

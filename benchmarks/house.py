@@ -26,9 +26,9 @@ COMMON = ["data={images}", "unseen=noto", "rounds=1", "engine=serial"]
 def traced(words: list[str]) -> tuple[int, int]:
     """Files of the package that a round runs through, and distinct calls from a function of one to one of another."""
     import fedvlm
-    from fedvlm import train
     from fedvlm.cli import main
-    from fedvlm.method import Method
+    from fedvlm.rounds.method import Method
+    from fedvlm.training import train
 
     home = str(Path(fedvlm.__file__).parent)
     edges: set[tuple[str, str, str, str]] = set()
@@ -91,11 +91,11 @@ def measure(tree: Path, images: str) -> dict[str, str]:
             files, edges = traced(words)
             found[f"one round of {name}: files, calls between files"] = f"{files}, {edges}"
     return found | {
-        "members of the adapter base class": str(members(package / "adapters" / "base.py", "Adapter")),
-        "methods of Method": str(members(package / "method.py", "Method", functions_only=True)),
+        "members of the adapter base class": str(members(package / "core" / "adapter.py", "Adapter")),
+        "methods of Method": str(members(package / "rounds" / "method.py", "Method", functions_only=True)),
         "longest file, lines": f"{sources[longest].count(chr(10))} ({longest.relative_to(package)})",
         "uses of dict[str, Any]": str(sum(s.count("dict[str, Any]") for s in sources.values())),
-        "recipes": str(len(list((package / "recipes").glob("*.yaml")))),
+        "recipes": str(len(list((package / "parts" / "recipes").glob("*.yaml")))),
     }
 
 

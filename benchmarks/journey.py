@@ -1,7 +1,7 @@
 """How long commands take from beginning to end, and for what: `python benchmarks/journey.py` (`--small`: to try it).
 
 commands  five `fedvlm run` in processes of their own, one after the other with one feature store, a random CLIP of
-          ViT-B/16's size and the embedded emoji. Seconds by phase are those of each run's record (fedvlm/timing.py):
+          ViT-B/16's size and the embedded emoji. Seconds by phase are those of each run's record (fedvlm/system/timing.py):
           what the main thread waited for. first: by how much the first round took longer than the median of the later
           ones, which is mostly compiling. other: the interpreter's start and end, and what has no phase.
 jpeg      a folder of synthetic 400 × 300 JPEGs, encoded in float32 and in bfloat16, beside the two floors measured in the
@@ -33,16 +33,17 @@ from ahead import rate_together
 from PIL import Image
 from roofline import random_clip
 
-from fedvlm import backbones, console
+from fedvlm import backbones
 from fedvlm.backbones.base import Precision, in_precision
 from fedvlm.backbones.hf import Clip
-from fedvlm.backbones.products import linear
 from fedvlm.data.encoding import GPU_BATCH, PIECE
 from fedvlm.data.images import decode
 from fedvlm.data.source import open_source
 from fedvlm.data.store import features
-from fedvlm.folder import RunFolder
-from fedvlm.machine import cores
+from fedvlm.system import console
+from fedvlm.system.machine import cores
+from fedvlm.towers.products import linear
+from fedvlm.training.folder import RunFolder
 
 COMMANDS = {
     "zero-shot": ["zero-shot"],

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from fedvlm.config import Config, resolve
-from fedvlm.core import Cohort, Data, Params, Reply
+from fedvlm.config.config import Config, resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.schema import Schema
+from fedvlm.core.state import Params, Reply
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
-from fedvlm.guard import Guard, Measured
-from fedvlm.schema import Schema
-from fedvlm.train import prepare
+from fedvlm.rounds.guard import Guard, Measured
+from fedvlm.training.train import prepare
 
 BEGIN, END = "<!-- lengths -->", "<!-- /lengths -->"
 ROUNDS = {"fedavg": 30, "fedclip": 30, "fft-gp": 30, "fedot": 30, "scaffold": 30, "promptfl": 4}

@@ -37,22 +37,24 @@ from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_cl
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm import console
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.lora import Lora
 from fedvlm.backbones.base import encode_view
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import ImageLayers, Towers
-from fedvlm.config import resolve
-from fedvlm.core import Batch, Cohort, Data, Params, State, copy_per_client, with_client_axis
+from fedvlm.config.config import resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch, Data
+from fedvlm.core.descent import Optimiser
+from fedvlm.core.model import Model
+from fedvlm.core.state import Params, State, copy_per_client, with_client_axis
 from fedvlm.data.source import decode, open_source
 from fedvlm.data.wording import class_phrases
 from fedvlm.engines.stacked import Stacked, max_clients
-from fedvlm.local.descent import Optimiser
-from fedvlm.local.model import Model
-from fedvlm.local.two_stage import TwoStage
-from fedvlm.merge.stages import Stages
-from fedvlm.method import Method
+from fedvlm.parts.adapters.lora import Lora
+from fedvlm.parts.local.two_stage import TwoStage
+from fedvlm.parts.merge.stages import Stages
+from fedvlm.rounds.method import Method
+from fedvlm.system import console
+from fedvlm.towers.text import TextTower
+from fedvlm.towers.vision import ImageLayers, Towers
 
 if TYPE_CHECKING:
     from transformers import CLIPModel

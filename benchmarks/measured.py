@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm import api, ridge, train
-from fedvlm.config import Setup
+from fedvlm import api
+from fedvlm.config.config import Setup
+from fedvlm.core.detection import auroc, fpr_at
 from fedvlm.data.pool import Pools
-from fedvlm.evaluate.protocols import or_nan
-from fedvlm.folder import RunFolder
-from fedvlm.local.moments import CROSS, SECOND
-from fedvlm.metrics.detection import auroc, fpr_at
-from fedvlm.planning import single_runs
+from fedvlm.evaluation.protocols import or_nan
+from fedvlm.parts import ridge
+from fedvlm.parts.local.moments import CROSS, SECOND
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import single_runs
 
 SHRINK = 0.1  # of the covariance within classes, in mean eigenvalues
 

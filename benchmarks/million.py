@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from fedvlm import console
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
+from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import assemble
-from fedvlm.records import RoundRecord
-from fedvlm.train import prepare, train_on
+from fedvlm.system import console
+from fedvlm.training.train import prepare, train_on
 
 EACH, DIM, CLASSES, CHUNK = 10, 32, 7, 1024
 SHARES = {"a tenth of a per cent": 0.001, "all asked": 1.0}

@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from study import mean_std, megabytes_per_round, run_each, standard_error
 
-from fedvlm import console, recipe
-from fedvlm.config import resolve
+from fedvlm.config import recipe
+from fedvlm.config.config import resolve
+from fedvlm.core.records import MEASURES, Number, value_of
 from fedvlm.data.pool import Pools
-from fedvlm.evaluate.novel import MACRO
-from fedvlm.evaluate.protocols import row
-from fedvlm.folder import RunFolder
-from fedvlm.records import MEASURES, Number, value_of
+from fedvlm.evaluation.novel import MACRO
+from fedvlm.evaluation.protocols import row
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
 
 Settings = dict[str, object]
 METHODS: dict[str, Settings] = {  # recipe → what is changed in it

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from study import last_rounds, mean_std, megabytes_per_round, run_each, standard_error
 
-from fedvlm import console
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.records import value_of
 from fedvlm.data.pool import Pools
-from fedvlm.evaluate.protocols import or_nan
-from fedvlm.folder import RunFolder
-from fedvlm.records import value_of
+from fedvlm.evaluation.protocols import or_nan
 from fedvlm.report.tables import DASH
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
 
 GRID = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 METHODS = [

@@ -41,15 +41,15 @@ from rows import Section, joined, read
 from study import Shelf, finished_each, last_rounds, results, seed_scores, standard_error
 from variants import variants_table
 
-from fedvlm import console
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.records import value_of
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import or_nan
-from fedvlm.folder import RunFolder
-from fedvlm.planning import LEAVE_ONE_OUT
-from fedvlm.records import value_of
+from fedvlm.evaluation.protocols import or_nan
 from fedvlm.report.tables import DASH
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import LEAVE_ONE_OUT
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "moments.md"
 MARK = "<!-- results: written by benchmarks/own.py -->"

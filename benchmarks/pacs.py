@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from study import run_each
 
-from fedvlm import console
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
-from fedvlm.evaluate.views import selection
-from fedvlm.folder import RunFolder
+from fedvlm.evaluation.views import selection
 from fedvlm.report import tables
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
 
 GRID = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 METHODS = [

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from fedvlm.folder import RunFolder
-from fedvlm.records import (
+from fedvlm.core.records import (
     BackboneRecord,
     ClientScores,
     DataRecord,
@@ -26,6 +25,7 @@ from fedvlm.records import (
     RunRecord,
 )
 from fedvlm.report.page import Options, page
+from fedvlm.training.folder import RunFolder
 
 SHARED = PartRecord("mean")
 

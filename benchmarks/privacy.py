@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from study import last_rounds, mean_std, run_each
 
-from fedvlm import console
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.records import RunRecord
 from fedvlm.data.pool import Pools
-from fedvlm.folder import RunFolder, find
-from fedvlm.records import RunRecord
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder, find
 
 METHODS = ("fedavg", "fedot", "promptfl", "fedlora")
 EPSILONS = (16.0, 8.0, 4.0, 2.0, 1.0)

@@ -39,24 +39,27 @@ from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_cl
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import api, console
-from fedvlm.adapters.outsiders import Outsiders
-from fedvlm.adapters.prompt import Prompt
-from fedvlm.backbones import layers, text
-from fedvlm.backbones.text import PromptPlan, TextTower
-from fedvlm.backbones.vision import ImageLayers
-from fedvlm.config import Layout, resolve
-from fedvlm.core import Batch, Cohort, Data, Engine, Message, Params, Reply, State, select
-from fedvlm.data.federation import Federation, federate
+from fedvlm import api
+from fedvlm.config.config import Layout, resolve
+from fedvlm.core.cohort import Carrier, Cohort
+from fedvlm.core.data import Batch, Data
+from fedvlm.core.records import RoundRecord
+from fedvlm.core.state import Message, Params, Reply, State, select
+from fedvlm.data.clients import Federation, federate
 from fedvlm.data.nouns import nouns
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import decode
 from fedvlm.engines.stacked import Stacked, max_clients
-from fedvlm.evaluate.protocols import or_nan
-from fedvlm.evaluate.views import evaluate
-from fedvlm.local.bdro import STRIDE, Bdro, noise
-from fedvlm.method import Method
-from fedvlm.records import RoundRecord
+from fedvlm.evaluation.protocols import or_nan
+from fedvlm.evaluation.views import evaluate
+from fedvlm.parts.adapters.outsiders import Outsiders
+from fedvlm.parts.adapters.prompt import Prompt
+from fedvlm.parts.local.bdro import STRIDE, Bdro, noise
+from fedvlm.rounds.method import Method
+from fedvlm.system import console
+from fedvlm.towers import layers, text
+from fedvlm.towers.text import PromptPlan, TextTower
+from fedvlm.towers.vision import ImageLayers
 
 REQUIRED = {"promptfl": 20.0, "focoop": 2.5, "focoop, bfloat16": 4.0}  # the reference's CPU-seconds over ours, at least
 TOLERANCE = 1e-3  # how much the two may differ
@@ -222,7 +225,7 @@ class Reference:
         return F.normalize(self.model.text_projection(pooled), dim=-1)
 
     def robust_loss(self, rule: Bdro, params: Params, image: Tensor, y: Tensor, drawn: Params, batch: Batch) -> Tensor:
-        """Algorithm 2, as interpreted in fedvlm/local/bdro.py."""
+        """Algorithm 2, as interpreted in fedvlm/parts/local/bdro.py."""
         text = self.encode(params)
         fixed, classes = text.detach(), len(self.method.task.classes)
         shift, penalty = torch.zeros_like(fixed), torch.zeros(())
@@ -322,7 +325,7 @@ def print_prompt_count(name: str, method: Method, federation: Federation, state:
     print(f"{name}: evaluation encoded {sum(calls)} prompts in {len(calls)} calls; {distinct} of them differ")
 
 
-def score(method: Method, federation: Federation, engine: Engine, state: State, round: int) -> RoundRecord:
+def score(method: Method, federation: Federation, engine: Carrier, state: State, round: int) -> RoundRecord:
     return evaluate(method, federation, Cohort(engine, np.arange(federation.scored), round), state.message())
 
 

@@ -33,12 +33,13 @@ from study import run_each, seed_scores
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm import api, console
-from fedvlm.config import Setup, resolve
-from fedvlm.data.federation import federate
+from fedvlm import api
+from fedvlm.config.config import Setup, resolve
+from fedvlm.data.clients import federate
 from fedvlm.data.pool import Pools
-from fedvlm.folder import RunFolder
-from fedvlm.planning import single_runs
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import single_runs
 
 METHODS: dict[
     str, dict[str, object]
@@ -400,7 +401,7 @@ def main() -> None:
             "standard deviation; the same images in the same splits, other initial values and order of batches",
             f"settings of both: {', '.join(told)}; else as the recipes say",
             "fft-gp: the reference aligns normalised features, and fedvlm features of the embedding's length "
-            "(fedvlm/adapters/attention.py), which holds personal models nearer to the shared one",
+            "(fedvlm/parts/adapters/attention.py), which holds personal models nearer to the shared one",
             f"means further apart than {LIMIT:g} points: {', '.join(far) or 'none'}",
         ]
         write_section(title, HEAD, rows, notes)

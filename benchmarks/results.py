@@ -20,10 +20,10 @@ from pathlib import Path
 
 import rows
 
-from fedvlm.folder import RunFolder, find
-from fedvlm.records import RunRecord
-from fedvlm.report.table import Table
+from fedvlm.core.records import RunRecord
 from fedvlm.report.tables import RULE, summarise
+from fedvlm.system.table import Table
+from fedvlm.training.folder import RunFolder, find
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
 ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "domains", "evaluate")

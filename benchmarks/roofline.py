@@ -16,7 +16,7 @@ import torch
 
 from fedvlm import backbones
 from fedvlm.backbones.hf import Clip
-from fedvlm.backbones.vision import ImageLayers
+from fedvlm.towers.vision import ImageLayers
 
 if TYPE_CHECKING:
     from transformers import CLIPModel

@@ -135,11 +135,12 @@ def sha(tensors: dict) -> str:
 
 def plans(before: Path) -> dict[str, dict[str, list[str]]]:
     """The commands of both sides: recipe names as they were, and what they are called today."""
-    from fedvlm import recipe
+    from fedvlm.config import recipe
 
     plan: dict[str, dict[str, list[str]]] = {"before": {}, "after": {}}
     known = set(recipe.names())
-    for path in sorted((before / "fedvlm" / "recipes").glob("*.yaml")):
+    found = [*before.glob("fedvlm/parts/recipes/*.yaml"), *before.glob("fedvlm/recipes/*.yaml")]  # now, and formerly
+    for path in sorted(found):
         name = path.stem
         today = [name] if name in known else combined(name)
         network = today[-1].removeprefix("on=") if len(today) > 1 else ""

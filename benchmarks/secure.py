@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from fedvlm.secure.client import Client
-from fedvlm.secure.keys import BLOCK, ZEROS
-from fedvlm.secure.messages import Integers
-from fedvlm.secure.server import aggregate, draw
+from fedvlm.privacy.secure.client import Client
+from fedvlm.privacy.secure.keys import BLOCK, ZEROS
+from fedvlm.privacy.secure.messages import Integers
+from fedvlm.privacy.secure.server import aggregate, draw
 
 BEGIN, END = "<!-- secure -->", "<!-- /secure -->"
 CLIENTS, LENGTHS = (4, 64, 1000), (10_000, 100_000, 1_000_000)

@@ -35,18 +35,21 @@ import torch
 from torch.nn import functional as F
 
 import fedvlm
-from fedvlm import backbones, console
-from fedvlm.adapters.base import Task
-from fedvlm.config import Config, Layout, Setup, resolve
-from fedvlm.core import Cohort, Data, State
-from fedvlm.data.federation import Federation, federate
+from fedvlm import backbones
+from fedvlm.config.config import Config, Layout, Setup, resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.state import State
+from fedvlm.data.clients import Federation, federate
 from fedvlm.data.source import decode
 from fedvlm.engines.stacked import Stacked
-from fedvlm.evaluate.views import evaluate
-from fedvlm.method import Method
+from fedvlm.evaluation.views import evaluate
+from fedvlm.rounds.method import Method
+from fedvlm.system import console
 
 if TYPE_CHECKING:  # absent from versions before fedvlm.api, which --base can measure
-    from fedvlm.core import Message
+    from fedvlm.core.state import Message
     from fedvlm.data.pool import Pool
 
 REQUIRED = {"fedclip": 0.27, "fedavg": 0.03, "ditto": 0.06}  # CPU-seconds of a round on PACS, at most
@@ -116,9 +119,9 @@ def message_of(state: State) -> Message:
 
 def guard_of(method: Method, federation: Federation) -> dict[str, Any]:
     """The check of replies, as in every run; versions before it had none."""
-    if not importlib.util.find_spec("fedvlm.guard"):
+    if not importlib.util.find_spec("fedvlm.rounds.guard"):
         return {}
-    from fedvlm.guard import Guard
+    from fedvlm.rounds.guard import Guard
 
     declared, extras = np.diff(federation.data.bounds, axis=1), federation.data.extras
     return {"guard": Guard(method, federation.names, declared, extras, Config.bound)}

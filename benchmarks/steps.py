@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.head import Head
-from fedvlm.adapters.rotation import cayley, rotate
-from fedvlm.core import Batch, linear
-from fedvlm.local.descent import Optimiser, OptimiserSettings, by_autograd
-from fedvlm.local.model import Model
-from fedvlm.tasks import cross_entropy
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Batch
+from fedvlm.core.descent import Optimiser, OptimiserSettings, by_autograd
+from fedvlm.core.model import Model
+from fedvlm.core.state import linear
+from fedvlm.core.tasks import cross_entropy
+from fedvlm.parts.adapters.head import Head
+from fedvlm.parts.adapters.rotation import cayley, rotate
 
 SCALE = 20.5  # mini-clip's logit scale
 

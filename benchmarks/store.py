@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedvlm import console
 from fedvlm.backbones.base import ViewFormat
 from fedvlm.data import encoding, store
 from fedvlm.data.store import View, checksum
+from fedvlm.system import console
 
 REQUIRED = 1.0, 200  # CPU-seconds and MB of opening
 SEGMENT = store.MANY * encoding.SEGMENT_ROWS  # rows of a joined segment

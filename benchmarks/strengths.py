@@ -19,16 +19,16 @@ import numpy as np
 from outsiders import SMALL_CLASSES
 from study import last_rounds, run_each, standard_error
 
-from fedvlm import console
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
 from fedvlm.data.pool import Pools
-from fedvlm.folder import RunFolder
 from fedvlm.report.tables import DASH
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
 
 STRENGTHS = ((100.0, 20.0), (20.0, 4.0), (5.0, 1.0))  # τ₁ and τ₂, weakest first
 SEEDS = (50, 77, 98)
 LAYOUT = {"partition": "pathological", "clients": 5, "shots": 8, "rounds": 25, "epochs": 2, "evaluate": 25}
-SHOWN = ("loss_gained", "class_perturbation", "outsider_perturbation")  # effects of local/bdro.py
+SHOWN = ("loss_gained", "class_perturbation", "outsider_perturbation")  # effects of parts/local/bdro.py
 
 Strength = tuple[float, float]
 

@@ -9,16 +9,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedvlm import api, catalogue, console
-from fedvlm.config import Setup, binding
+from fedvlm import api
+from fedvlm.config import catalogue
+from fedvlm.config.config import Setup, binding
+from fedvlm.core.records import Number, Result, RoundRecord
 from fedvlm.data.pool import Pools
-from fedvlm.evaluate.protocols import by_seed
-from fedvlm.folder import RunFolder
+from fedvlm.evaluation.protocols import by_seed
 from fedvlm.parts import AXES
-from fedvlm.planning import LEAVE_ONE_OUT, Job, place, single_runs
-from fedvlm.processes import RunsFailed
-from fedvlm.records import Number, Result, RoundRecord
 from fedvlm.report.tables import DASH, plus_minus
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import LEAVE_ONE_OUT, Job, place, single_runs
+from fedvlm.training.processes import RunsFailed
 
 Name = TypeVar("Name", bound=Hashable)
 

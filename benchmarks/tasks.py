@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from study import last_rounds, mean_std, megabytes_per_round, results, run_each, seed_scores, standard_error
 
-from fedvlm import console
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
-from fedvlm.folder import RunFolder
 from fedvlm.report.tables import DASH
+from fedvlm.system import console
+from fedvlm.training.folder import RunFolder
 
 PAPER = ("fedavg", "fedprox", "afl", "q-ffl", "ditto", "perfedavg", "ga", "grace", "fft-gp")
 Settings = dict[str, object]

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedvlm import api, train
-from fedvlm.config import Setup, resolve
-from fedvlm.data.federation import federate
+from fedvlm import api
+from fedvlm.config.config import Setup, resolve
+from fedvlm.data.clients import federate
 from fedvlm.data.pool import Pool, Pools
-from fedvlm.planning import LEAVE_ONE_OUT, single_runs
+from fedvlm.training import train
+from fedvlm.training.planning import LEAVE_ONE_OUT, single_runs
 
 if TYPE_CHECKING:
     from own import Study

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.adapters.base import Adapter, Task, initial_classifier
-from fedvlm.core import Params
+from fedvlm.core.adapter import Adapter, Task, initial_classifier
+from fedvlm.core.state import Params
 
 
 @dataclass(frozen=True)

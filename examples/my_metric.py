@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedvlm.local.model import Model
-from fedvlm.metrics.base import Additive
+from fedvlm.core.metric import Additive
+from fedvlm.core.model import Model
 
 
 @dataclass(frozen=True)

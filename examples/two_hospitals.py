@@ -13,7 +13,7 @@ import shapes
 import torch
 
 import fedvlm
-from fedvlm import ledger
+from fedvlm.federation import ledger
 
 HOSPITALS = ("north", "south")
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from fedvlm.api import Description as Description
     from fedvlm.api import Run as Run
     from fedvlm.api import Runs as Runs
-    from fedvlm.api import bench as bench
     from fedvlm.api import describe as describe
     from fedvlm.api import load as load
     from fedvlm.api import methods as methods
@@ -21,15 +20,17 @@ if TYPE_CHECKING:
     from fedvlm.api import runs as runs
     from fedvlm.data.objects import dataset as dataset
     from fedvlm.errors import FedvlmError as FedvlmError
-    from fedvlm.predictor import Predictor as Predictor
+    from fedvlm.predict.predictor import Predictor as Predictor
+    from fedvlm.studies.comparison import bench as bench
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "fedvlm.api": ("Description", "Run", "Runs", "bench", "describe", "load", "methods", "run", "runs"),
+    "fedvlm.api": ("Description", "Run", "Runs", "describe", "load", "methods", "run", "runs"),
     "fedvlm.data.objects": ("dataset",),
     "fedvlm.errors": ("FedvlmError",),
-    "fedvlm.predictor": ("Predictor",),
+    "fedvlm.predict.predictor": ("Predictor",),
+    "fedvlm.studies.comparison": ("bench",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-from fedvlm import catalogue, files, recipe, trust
-from fedvlm.config import Setup, resolve
+from fedvlm.config import catalogue, recipe, trust
+from fedvlm.config.config import Setup, resolve
+from fedvlm.config.keys import Key
+from fedvlm.core.records import RoundRecord, RunRecord, Select, Value
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import Key
-from fedvlm.machine import runs_home
-from fedvlm.records import RoundRecord, RunRecord, Select, Value
-from fedvlm.timing import timed
+from fedvlm.system import files
+from fedvlm.system.machine import runs_home
+from fedvlm.system.timing import timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 
     from fedvlm.backbones.base import Backbone
     from fedvlm.data.pool import Pool, Pools
-    from fedvlm.evaluate.questions import Evaluation
-    from fedvlm.folder import RunFolder
-    from fedvlm.planning import Job
-    from fedvlm.predictor import Picture, Predictor
-    from fedvlm.report.table import Table
+    from fedvlm.predict.predictor import Picture, Predictor
+    from fedvlm.predict.questions import Evaluation
+    from fedvlm.system.table import Table
+    from fedvlm.training.folder import RunFolder
+    from fedvlm.training.planning import Job
 
 
 def run(method: str, **keys: object) -> Run:
@@ -47,25 +48,6 @@ def run(method: str, **keys: object) -> Run:
     if len(jobs) != 1:
         raise FedvlmError(f"run: these keys stand for {len(jobs)} runs; use fedvlm.bench([{method!r}], …)")
     return execute(jobs, setup.config.jobs, pools)[0]
-
-
-def bench(methods: Sequence[str], **keys: object) -> Runs:
-    """Runs several methods alike: seeds 50, 77, 98 unless given, and leave-one-domain-out where the data has three or more
-    domains and neither protocol= nor unseen= is given; zero-shot is added where the backbone has a text tower.
-
-    A key of a method with several values, such as lr=[0.001, 0.01], is a sweep: fedvlm/sweep.py says how it chooses."""
-    pools = new_pools()
-    setups, notes = compared(methods, prepared(keys), pools)
-    return Runs(execute(plan(setups, pools), setups[0].config.jobs, pools).members, notes)
-
-
-def compared(methods: Sequence[str], given: dict[str, object], pools: Pools) -> tuple[list[Setup], list[str]]:
-    """The setups of a bench, swept keys chosen, and what their table has to say of the choice."""
-    from fedvlm import comparison, sweep
-
-    fixed, search = sweep.separated(methods, given)
-    setups = comparison.setups_of(methods, fixed, pools)
-    return sweep.choose(setups, search, pools) if search else (setups, [])
 
 
 def chosen(method: str, given: Mapping[str, object]) -> Setup:
@@ -98,7 +80,7 @@ def describe(method: str, **keys: object) -> Description:
 
 def runs(*paths: str | Path, trust: bool = False) -> Runs:
     """The runs in or below these folders; `trust`: see `Run`."""
-    from fedvlm.folder import find
+    from fedvlm.training.folder import find
 
     return Runs([Run(found, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
 
@@ -108,7 +90,7 @@ def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Pr
 
     A folder from others runs no code, contacts nobody and reads nothing else, unless `trust` is true; the error says what
     it would do."""
-    from fedvlm.export import folder as exported
+    from fedvlm.predict.export import folder as exported
 
     return exported.load(folder, encoder(backbone), trust)
 
@@ -120,7 +102,7 @@ class Run:
     goes on, unless `trust` is true; the error says what it would do. What you ran on this machine needs no trust."""
 
     def __init__(self, folder: RunFolder | str | Path, trust: bool = False):
-        from fedvlm.folder import RunFolder
+        from fedvlm.training.folder import RunFolder
 
         self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
         self.trusted = trust
@@ -150,7 +132,7 @@ class Run:
 
     def predictor(self, client: str = "", backbone: object = None) -> Predictor:
         """The shared model or, with `client`, that client's own, ready to predict."""
-        from fedvlm.predictor import from_run
+        from fedvlm.predict.predictor import from_run
 
         return from_run(self.files, client, encoder(backbone), self.trusted)
 
@@ -160,8 +142,8 @@ class Run:
 
     def parameters(self, client: str = "") -> dict[str, Tensor]:
         """The trained parameters by name: shared ones and, with `client`, that client's private ones."""
-        from fedvlm.local.copies import adapter_params
-        from fedvlm.predictor import private_row
+        from fedvlm.core.copies import adapter_params
+        from fedvlm.predict.predictor import private_row
 
         saved = self.files.load()
         if saved is None:
@@ -182,7 +164,7 @@ class Run:
     ) -> list[str]:
         """A folder to deploy from; returns the names of its files. `with_backbone` copies the backbone's files into it,
         `onnx` writes image encoder and adapter as one ONNX file."""
-        from fedvlm.export.folder import Extras, export
+        from fedvlm.predict.export.folder import Extras, export
 
         extras = Extras(with_backbone, onnx)
         return export(self.files, Path(folder), client, encoder(backbone), self.trusted, extras)
@@ -199,7 +181,7 @@ class Run:
     @property
     def evaluations(self) -> list[Evaluation]:
         """What was asked of it so far."""
-        from fedvlm.evaluate import questions
+        from fedvlm.predict import questions
 
         return questions.read(self.folder)
 
@@ -396,7 +378,7 @@ def new_pools() -> Pools:
 
 def encode(setup: Setup, pools: Pools) -> Pool:
     """The data as the backbone encodes it, with a progress bar."""
-    from fedvlm import console
+    from fedvlm.system import console
 
     known = len(pools.made)
     with console.progress("encoding") as update:
@@ -411,8 +393,8 @@ def encode(setup: Setup, pools: Pools) -> Pool:
 
 def plan(setups: list[Setup], pools: Pools) -> list[Job]:
     """Every single run of these setups, with its folder; says what of private data would leave a client."""
-    from fedvlm import console
-    from fedvlm.planning import jobs_of, sketch
+    from fedvlm.system import console
+    from fedvlm.training.planning import jobs_of, sketch
 
     check_parts(setups)
     for setup in setups:
@@ -423,15 +405,15 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
             console.warn(f"{setup.method.label}: clients send {setup.merge.reveals}")
     if len(setups) == 1:
         return jobs_of(setups[0], encoded[0])
-    from fedvlm.planning import Job, place, single_runs
+    from fedvlm.training.planning import Job, place, single_runs
 
     return [Job(j, place(j, p)) for s, p in zip(setups, encoded, strict=True) for j in single_runs(s, p)]
 
 
 def check_parts(setups: list[Setup]) -> None:
     """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
-    from fedvlm import launchers
-    from fedvlm.sinks import base as sinks
+    from fedvlm.training import launchers
+    from fedvlm.training.trackers import base as sinks
 
     for setup in setups:
         sinks.check(setup.config.log)
@@ -443,9 +425,10 @@ def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
     """Runs them with one progress bar over all rounds."""
     if not jobs:
         return Runs([])
-    from fedvlm import console
-    from fedvlm.folder import RunFolder
-    from fedvlm.processes import run_all
+    from fedvlm.core import records
+    from fedvlm.system import console
+    from fedvlm.training.folder import RunFolder
+    from fedvlm.training.processes import run_all
 
     known = [j.folder for j in jobs if (j.folder / "run.json").exists() and RunFolder(j.folder).done]
     if known:
@@ -461,24 +444,25 @@ def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
             setup = jobs[i].setup
             what = "" if len(jobs) == 1 else f"{setup.method.label} {'+'.join(setup.config.unseen)} "
             if record is not None:
-                update(sum(done), what + console.words(record))
+                update(sum(done), what + records.words(record))
 
         return Runs([Run(f) for f in run_all(jobs, at_once, pools, report)])
 
 
 def federated(setup: Setup, folder: Path | None = None) -> Run:
     """Runs it at the sites of a federation (federation=), with a progress bar; returns the run as it was fetched."""
-    from fedvlm import console
-    from fedvlm.deploy import admin
+    from fedvlm.core import records
+    from fedvlm.federation import admin
+    from fedvlm.system import console
 
     with console.progress(setup.method.label, 1 + setup.config.rounds) as update:
-        return Run(admin.run(setup, lambda record: update(record["round"] + 1, console.words(record)), folder))
+        return Run(admin.run(setup, lambda record: update(record["round"] + 1, records.words(record)), folder))
 
 
 def resume(found: Sequence[Run]) -> Runs:
     """Goes on with those that are not finished, from what their folders hold."""
-    from fedvlm import console
-    from fedvlm.planning import Job
+    from fedvlm.system import console
+    from fedvlm.training.planning import Job
 
     pools = new_pools()
     waiting = [r for r in found if not r.done]
@@ -498,8 +482,8 @@ def resume(found: Sequence[Run]) -> Runs:
 
 def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequence[str]) -> list[Evaluation]:
     """Answers each question and writes the answer, with a progress bar for each."""
-    from fedvlm import console
-    from fedvlm.evaluate import finished, questions
+    from fedvlm.predict import finished, questions
+    from fedvlm.system import console
 
     setup = run.files.setup(run.trusted)
     given = {"outsiders": listed(outsiders), "corrupt": listed(corrupt), "data": listed(data)}
@@ -525,7 +509,7 @@ def listed(given: str | Path | Sequence[str]) -> list[str]:
 def check_same(run: RunFolder, setup: Setup, pools: Pools) -> None:
     """An error where the backbone or the data is no longer what a run was trained on; the backbone before it encodes."""
     from fedvlm import backbones
-    from fedvlm.predictor import check_fingerprint
+    from fedvlm.predict.predictor import check_fingerprint
 
     record = run.record
     if record.backbone.name not in ("none", "embeddings"):  # of text and of given embeddings

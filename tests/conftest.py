@@ -56,7 +56,7 @@ def images(tmp_path_factory) -> Path:
 def bytes_only(monkeypatch) -> None:
     """engine=loopback with its clients in this process: all goes through folders and bytes, without starting Python for
     each client (test_engines.py does that)."""
-    monkeypatch.setattr("fedvlm.engines.loopback.Worker", InProcess)
+    monkeypatch.setattr("fedvlm.federation.engines.loopback.Worker", InProcess)
 
 
 @pytest.fixture

@@ -21,31 +21,35 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from fedvlm import parts, recipe, train
-from fedvlm.adapters.base import Adapter, HasTowers, NeedsNouns, Task
+from fedvlm import parts
 from fedvlm.backbones import load
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import ImageLayers, Towers
-from fedvlm.config import Setup, resolve
-from fedvlm.core import Cohort, Data, Message, Params, Reply, State, is_running_statistic
+from fedvlm.config import recipe
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.adapter import Adapter, HasTowers, NeedsNouns, Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.local import Local
+from fedvlm.core.merge import Merge
+from fedvlm.core.state import Message, Params, Reply, State, is_running_statistic
+from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import Item, Source
-from fedvlm.engines import wire
-from fedvlm.engines.loopback import Inbox
 from fedvlm.engines.stacked import Stacked
-from fedvlm.engines.worker import Client
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.local.base import Local
-from fedvlm.merge.base import Merge
-from fedvlm.method import Method
-from fedvlm.tasks import SEGMENTATION
+from fedvlm.federation import wire
+from fedvlm.federation.engines.loopback import Inbox
+from fedvlm.federation.worker import Client
+from fedvlm.rounds.method import Method
+from fedvlm.towers.text import TextTower
+from fedvlm.towers.vision import ImageLayers, Towers
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
 
     from fedvlm.backbones.hf import ImageTower
-    from fedvlm.backbones.whole import WholeModel
+    from fedvlm.towers.whole import WholeModel
 
 STYLES = ("noto", "twemoji", "openmoji")  # domains and classes of the fixture `images`
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
@@ -234,7 +238,7 @@ def tiny_whole() -> WholeModel:
 @lru_cache
 def _tiny_whole(dtype: torch.dtype) -> WholeModel:
     from fedvlm.backbones.hf import ImageTower
-    from fedvlm.backbones.whole import WholeModel
+    from fedvlm.towers.whole import WholeModel
 
     model = copy.deepcopy(tiny_clip()).to(dtype)
     norm = SimpleNamespace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.2))

@@ -187,7 +187,7 @@ def test_groups_stay_in_one_split(images, tmp_path):
     groups = [f"patient-{i // 5}" for i in range(len(x))]  # five neighbours each, of one class and style
     run = fedvlm.run("zero-shot", data=fedvlm.dataset(x, labels, clients=clients, groups=groups), out=tmp_path / "run")
     from fedvlm.data.pool import Pools
-    from fedvlm.train import prepare
+    from fedvlm.training.train import prepare
 
     setup = run.files.setup()
     pool = Pools().load(setup)

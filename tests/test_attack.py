@@ -11,16 +11,17 @@ import torch
 from helpers import example
 from torch.nn import functional as F
 
-from fedvlm import train
 from fedvlm.cli import main
-from fedvlm.config import resolve
-from fedvlm.core import Data, with_client_axis
+from fedvlm.config.config import resolve
+from fedvlm.core.data import Data
+from fedvlm.core.state import with_client_axis
 from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.merge.text_server import TextServer
-from fedvlm.privacy.attack import Leak, attack, attack_client, embed, mean_leak, measure_leak, non_members, table
+from fedvlm.parts.merge.text_server import TextServer
+from fedvlm.studies.attack import Leak, attack, attack_client, embed, mean_leak, measure_leak, non_members, table
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 SHORT = {"rounds": 4, "tolerance": 2.0, "patience": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
 SHORT |= {"projections": "q", "updates": 2, "epochs": 1, "batch": 16, "seed": 7, "engine": "serial"}
@@ -116,7 +117,7 @@ def test_by_hand():
 
 
 def test_comparing_in_blocks_changes_nothing(monkeypatch):
-    from fedvlm.privacy import attack as module
+    from fedvlm.studies import attack as module
 
     at_once = leak_of(TextServer(upload_noise=0.1), *clusters())
     monkeypatch.setattr(module, "BLOCK", 7)

@@ -27,9 +27,9 @@ from fedvlm.backbones import load
 from fedvlm.backbones.base import checked_embeddings
 from fedvlm.backbones.http import BINARY, Endpoint, _png
 from fedvlm.backbones.onnx import CLIP_NORMALISATION
-from fedvlm.backbones.server import serve
-from fedvlm.core import FedvlmError
 from fedvlm.data import images as decoder
+from fedvlm.data.encode_server import serve
+from fedvlm.errors import FedvlmError
 
 COLOURS = [(200, 30, 90), (10, 240, 40), (0, 0, 0), (90, 90, 255), (255, 128, 1)]
 INFO = {"name": "fake", "fingerprint": "f", "dim": 2, "scale": 9, "texts": False}

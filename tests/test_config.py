@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fedvlm import recipe
 from fedvlm.cli import main
-from fedvlm.config import COMMAND_LINE, Config, key_values, resolve
+from fedvlm.config import recipe
+from fedvlm.config.config import COMMAND_LINE, Config, key_values, resolve
+from fedvlm.config.keys import key_of
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import key_of
 
 
 @pytest.mark.parametrize("name", recipe.names())
@@ -117,7 +117,7 @@ def test_a_part_of_ones_own(tmp_path):
         '"""A private bias on the embedding."""\n'
         "from dataclasses import dataclass\n"
         "import torch\n"
-        "from fedvlm.adapters.base import Adapter\n"
+        "from fedvlm.core.adapter import Adapter\n"
         "@dataclass(frozen=True)\n"
         "class Shift(Adapter):\n"
         '    private: tuple[str, ...] = ("shift",)\n'

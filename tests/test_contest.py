@@ -8,16 +8,16 @@ import torch
 from helpers import message
 from torch import nn
 
-from fedvlm.adapters import cnn
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.cnn import Cnn
-from fedvlm.adapters.network import pixels_to_float
-from fedvlm.config import resolve
-from fedvlm.core import Data
+from fedvlm.config.config import resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Data
 from fedvlm.engines.stacked import Stacked
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
+from fedvlm.parts.adapters import cnn
+from fedvlm.parts.adapters.cnn import Cnn
+from fedvlm.parts.adapters.network import pixels_to_float
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.rounds.method import Method
 
 TASK = Task(("a", "b", "c"), None, 0, 1.0)
 

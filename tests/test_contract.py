@@ -35,32 +35,24 @@ from helpers import (
 )
 from torch import Tensor
 
-from fedvlm import parts, steps
-from fedvlm.adapters.base import Adapter, HasDiagnostics, HasGradient, Limits
-from fedvlm.backbones.text import TextTower
-from fedvlm.core import (
-    Cohort,
-    Data,
-    Extra,
-    Message,
-    Params,
-    Reply,
-    State,
-    copy_per_client,
-    is_running_statistic,
-    nbytes,
-)
+from fedvlm import parts
+from fedvlm.core.adapter import Adapter, HasDiagnostics, HasGradient, Limits
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data, Extra
+from fedvlm.core.descent import by_autograd
+from fedvlm.core.local import Local
+from fedvlm.core.merge import Merge
+from fedvlm.core.metric import Additive, Metric
+from fedvlm.core.state import Message, Params, Reply, State, copy_per_client, is_running_statistic, nbytes
+from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, cross_entropy
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.guard import Guard
-from fedvlm.local.base import Local
-from fedvlm.local.descent import by_autograd
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.base import Merge
-from fedvlm.merge.mean import Mean
-from fedvlm.method import METRICS, RESERVED, Method, check_parameters, check_parts
-from fedvlm.metrics.base import Additive, Metric
-from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, cross_entropy
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.rounds import steps
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import METRICS, RESERVED, Method, check_parameters, check_parts
+from fedvlm.towers.text import TextTower
 
 # Refusals of combinations that cannot work, and why. Any other error fails the combination's test.
 EXPECTED = {
@@ -615,7 +607,7 @@ def test_every_expected_refusal_occurs(pattern):
 
 HEAD = """from dataclasses import dataclass
 import torch
-from fedvlm.adapters.head import Head
+from fedvlm.parts.adapters.head import Head
 
 @dataclass(frozen=True)
 class Mine(Head):
@@ -623,15 +615,15 @@ class Mine(Head):
 """
 SGD = """from dataclasses import dataclass
 import torch
-from fedvlm.local.sgd import Sgd
-from fedvlm.schema import Field
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.core.schema import Field
 
 @dataclass(frozen=True)
 class Mine(Sgd):
 """
 ADDITIVE = """from dataclasses import dataclass
 import torch
-from fedvlm.metrics.base import Additive, PerClient
+from fedvlm.core.metric import Additive, PerClient
 
 @dataclass(frozen=True)
 class Mine(Additive):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fedvlm.cli import main
-from fedvlm.convert.leaf import text_of
+from fedvlm.data.convert.leaf import text_of
 from fedvlm.data.source import open_source
 
 

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from fedvlm.cli import main
-from fedvlm.convert.domainnet import CLASSES
-from fedvlm.convert.nifti import read_volume
+from fedvlm.core.tasks import SEGMENTATION
+from fedvlm.data.convert.domainnet import CLASSES
+from fedvlm.data.convert.nifti import read_volume
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError
-from fedvlm.tasks import SEGMENTATION
 
 
 def nifti(path: Path, values: np.ndarray, code: int = 16, order: str = "<", slope: float = 0.0) -> Path:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from fedvlm import train
 from fedvlm.backbones import load
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.corruptions import KINDS, _convolve, _kernel, _sample, corrupt
 from fedvlm.data.pool import Pools, with_corruptions
 from fedvlm.data.source import EMOJI, decode, digest
 from fedvlm.data.store import corrupted
 from fedvlm.errors import FedvlmError
+from fedvlm.training import train
 
 FIXED = {
     "defocus_blur",

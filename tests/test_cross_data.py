@@ -9,12 +9,12 @@ import torch
 
 import fedvlm
 from fedvlm import backbones
-from fedvlm.adapters.attention import Attention
 from fedvlm.cli import main
-from fedvlm.core import with_client_axis
+from fedvlm.core.state import with_client_axis
 from fedvlm.data.pool import image_pool
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.adapters.attention import Attention
 
 
 @pytest.fixture(scope="module")

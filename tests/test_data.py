@@ -23,10 +23,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.config import Layout
-from fedvlm.core import SPLITS
+from fedvlm.config.config import Layout
+from fedvlm.core.data import SPLITS
 from fedvlm.data import images, partition
-from fedvlm.data.federation import Federation, federate, table
+from fedvlm.data.clients import Federation, federate, table
 from fedvlm.data.pool import Pool, image_pool
 from fedvlm.data.source import NO_DOMAIN, Item, decode, open_source
 from fedvlm.errors import FedvlmError

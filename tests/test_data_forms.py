@@ -19,21 +19,23 @@ from colours import Colours
 from PIL import Image
 from torch.nn import functional as F
 
-from fedvlm import backbones, console, planning
+from fedvlm import backbones
 from fedvlm.cli import main
-from fedvlm.config import Layout, resolve
-from fedvlm.core import SPLITS
+from fedvlm.config.config import Layout, resolve
+from fedvlm.config.listed import CLIP, templates_of
+from fedvlm.core.data import SPLITS
+from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data import partition, store
-from fedvlm.data.federation import Federation, federate
+from fedvlm.data.clients import Federation, federate
 from fedvlm.data.images import BadImage, decode
 from fedvlm.data.pool import Pool, Pools, image_pool, task_of
 from fedvlm.data.sample import MOST, sampled
 from fedvlm.data.source import Source, open_source
 from fedvlm.data.wording import doubtful_names
 from fedvlm.errors import FedvlmError
-from fedvlm.listed import CLIP, templates_of
-from fedvlm.tasks import SEGMENTATION
-from fedvlm.units import duration, size
+from fedvlm.system import console
+from fedvlm.system.units import duration, size
+from fedvlm.training import planning
 
 
 @pytest.fixture(autouse=True)

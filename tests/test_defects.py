@@ -11,11 +11,13 @@ import torch
 from helpers import ABLE, build, random_data, random_task, train_small
 
 from fedvlm.backbones.hf import Clip
-from fedvlm.core import Cohort, Data, Message, State
-from fedvlm.data.federation import Federation
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.state import Message, State
+from fedvlm.data.clients import Federation
 from fedvlm.engines.stacked import Stacked
-from fedvlm.evaluate.views import selection
-from fedvlm.train import result
+from fedvlm.evaluation.views import selection
+from fedvlm.training.train import result
 
 
 def test_the_mean_is_a_mean_and_not_the_last_reply(double):

@@ -16,19 +16,17 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare")
 
-from fedvlm import ledger
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
-from fedvlm.deploy import agent, hub, site
-from fedvlm.deploy.admin import run_name
-from fedvlm.deploy.links import Links
-from fedvlm.deploy.plan import Agreed, Plan, packed
-from fedvlm.engines import wire
 from fedvlm.engines.rows import Rows
-from fedvlm.engines.wire import Header, octets, pack, unpack
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.train import train
+from fedvlm.federation import agent, hub, ledger, site, wire
+from fedvlm.federation.admin import run_name
+from fedvlm.federation.links import Links
+from fedvlm.federation.plan import Agreed, Plan, packed
+from fedvlm.federation.wire import Header, octets, pack, unpack
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.train import train
 
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
 STYLES = ("noto", "openmoji", "twemoji")
@@ -163,7 +161,7 @@ def test_sites_in_processes_that_own_their_data_give_the_bits_of_a_serial_run(fe
     for style in STYLES:  # both sides have written down the same
         assert ledger.compare(sites.place / style / ledger.SENT, run.folder / ledger.RECEIVED, style) == []
         assert ledger.verify(sites.place / style / ledger.SENT) is None
-    from fedvlm.predictor import from_run
+    from fedvlm.predict.predictor import from_run
 
     mine = RunFolder(sites.place / "openmoji" / "runs" / plan.name)
     assert from_run(mine, "openmoji").whose == "openmoji"  # a site can use its own model
@@ -372,9 +370,9 @@ class Slow(InProcess):
 def test_large_messages_go_in_parts_and_lost_ones_are_repeated(monkeypatch, tmp_path):
     monkeypatch.setattr(site, "only_server", lambda: None)
     monkeypatch.setattr(site, "AgentProcess", Slow)
-    for module in (site, "fedvlm.deploy.links"):
+    for module in (site, "fedvlm.federation.links"):
         monkeypatch.setattr(module, "PART", 1000) if module is site else monkeypatch.setattr(f"{module}.PART", 1000)
-    monkeypatch.setattr("fedvlm.deploy.links.PAUSE", 0.01)
+    monkeypatch.setattr("fedvlm.federation.links.PAUSE", 0.01)
     one = site.Site()
     one.home = tmp_path
     frame = bytes(range(256)) * 20

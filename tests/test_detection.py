@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 
-from fedvlm import train
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
+from fedvlm.core.detection import SCORES, auroc, energy, fpr_at, max_logit, mcm, scores_of
 from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError
-from fedvlm.metrics.detection import SCORES, auroc, energy, fpr_at, max_logit, mcm, scores_of
+from fedvlm.training import train
 
 levels = st.lists(
     st.integers(-3, 3).map(float), min_size=1, max_size=30

@@ -12,24 +12,25 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fedvlm import parts, processes
-from fedvlm.adapters.network import Norm
-from fedvlm.config import resolve
-from fedvlm.core import Cohort
+from fedvlm import parts
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.descent import Optimiser, OptimiserSettings
 from fedvlm.data.pool import Pools
-from fedvlm.devices import ON_CPU, Places, visible
 from fedvlm.engines import stacked
 from fedvlm.engines.device_rows import DeviceRows
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import STATE, RunFolder
-from fedvlm.guard import Guard
-from fedvlm.local.descent import Optimiser, OptimiserSettings
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
-from fedvlm.planning import Job
-from fedvlm.train import train
+from fedvlm.parts.adapters.network import Norm
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import Method
+from fedvlm.system.devices import ON_CPU, Places, visible
+from fedvlm.training import processes
+from fedvlm.training.folder import STATE, RunFolder
+from fedvlm.training.planning import Job
+from fedvlm.training.train import train
 
 NEWCOMER = {"w": torch.zeros(3), "b": torch.full((), 7.0)}
 DEVICE = torch.device("cpu:0")
@@ -210,8 +211,8 @@ def test_the_fused_step_of_sgd_is_the_plain_one(momentum, weight_decay, double):
 
 
 def test_a_large_gpu_scores_more_at_once(monkeypatch):
-    from fedvlm import devices
-    from fedvlm.steps.predict import examples_at_once
+    from fedvlm.rounds.steps.predict import examples_at_once
+    from fedvlm.system import devices
 
     task, data = example("unet")
     model = Method.build(small_adapter("unet"), parts.find("local", "sgd")(), Mean(), task, 5).model
@@ -224,7 +225,7 @@ def test_a_large_gpu_scores_more_at_once(monkeypatch):
 def test_runs_are_spread_over_gpus(monkeypatch):
     """Three GPUs: one run on each at first; two more when it is known that a run needs 0.3 of the memory, no more than
     the cores. Runs that need no GPU take the cores that are left."""
-    monkeypatch.setattr("fedvlm.devices.cores", lambda: 8)
+    monkeypatch.setattr("fedvlm.system.devices.cores", lambda: 8)
     places = Places(3)
     assert [places.take(True) for _ in range(4)] == [0, 1, 2, None]
     assert places.take(False) == ON_CPU

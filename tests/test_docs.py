@@ -22,14 +22,16 @@ import yaml
 from pages import PAGES, ROOT
 
 import fedvlm
-from fedvlm import parts, recipe, sweep
+from fedvlm import parts
 from fedvlm.cli import _parse, main
-from fedvlm.commands import convert, encode_server, evaluate, federation, join, serve
-from fedvlm.commands.values import values
-from fedvlm.config import key_values, resolve
-from fedvlm.demo import METHODS
+from fedvlm.cli.commands import convert, encode_server, evaluate, federation, join, serve
+from fedvlm.cli.commands.values import values
+from fedvlm.cli.demo import METHODS
+from fedvlm.config import recipe
+from fedvlm.config.config import key_values, resolve
 from fedvlm.errors import FedvlmError
-from fedvlm.reproduce.manifest import find
+from fedvlm.studies import sweep
+from fedvlm.studies.papers.manifest import find
 
 NAMES = {"METHOD": "fedot", "NAME": "fedot", "A": "fedot", "PAPER": "fedot", "TABLE": "1"}  # placeholders on pages
 DROPPED = ("backbone", "rounds", "seeds", "out", "engine", "--onnx")  # what `small` leaves out
@@ -230,7 +232,11 @@ def check_call(call: ast.Call) -> None:
 
 
 def test_wrong_code_is_found():
-    for code in ("import fedvlm\nfedvlm.rnu('fedot')", "fedvlm.run('fedot', lrr=1)", "from fedvlm.core import Nothing"):
+    for code in (
+        "import fedvlm\nfedvlm.rnu('fedot')",
+        "fedvlm.run('fedot', lrr=1)",
+        "from fedvlm.core.state import Nothing",
+    ):
         with pytest.raises((AssertionError, FedvlmError)):
             check_python(ast.parse(code), "here")
 

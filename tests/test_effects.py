@@ -8,22 +8,23 @@ import pytest
 import torch
 from helpers import example, train_small
 
-from fedvlm import ledger
-from fedvlm.adapters.attention import Attention
-from fedvlm.adapters.head import Head
-from fedvlm.adapters.rotation import diagnose_map
 from fedvlm.cli import main
-from fedvlm.core import Cohort, Data
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
 from fedvlm.engines.stacked import Stacked
-from fedvlm.engines.wire import Header, pack
-from fedvlm.local.means import Means
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
+from fedvlm.federation import ledger
+from fedvlm.federation.wire import Header, pack
+from fedvlm.parts.adapters.attention import Attention
+from fedvlm.parts.adapters.head import Head
+from fedvlm.parts.adapters.rotation import diagnose_map
+from fedvlm.parts.local.means import Means
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.mean import Mean
 from fedvlm.report.effects import effects
 from fedvlm.report.page import page
-from fedvlm.steps.diagnose import few_examples
-from fedvlm.train import relative_change
+from fedvlm.rounds.method import Method
+from fedvlm.rounds.steps.diagnose import few_examples
+from fedvlm.training.train import relative_change
 
 
 @dataclass(frozen=True)

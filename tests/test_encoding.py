@@ -13,14 +13,15 @@ from colours import Colours, expected, small_store, write_images
 from PIL import Image
 from torch import Tensor
 
-from fedvlm import backbones, timing
+from fedvlm import backbones
 from fedvlm.backbones.base import in_precision
 from fedvlm.backbones.hf import Clip
 from fedvlm.backbones.preprocessing import Preprocessing, in_two_steps
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data import encoding, store
 from fedvlm.data.sample import at_pace
 from fedvlm.data.source import decode, open_source
+from fedvlm.system import timing
 
 
 @pytest.fixture(scope="module")

@@ -23,23 +23,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from fedvlm import recipe, steps, train
-from fedvlm.adapters.head import Head
-from fedvlm.config import resolve
-from fedvlm.core import Cohort, Message, Reply
+from fedvlm.config import recipe
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.state import Message, Reply
 from fedvlm.data.pool import Pools
-from fedvlm.engines import wire
 from fedvlm.engines.base import Job
-from fedvlm.engines.loopback import Loopback, Worker
 from fedvlm.engines.stacked import Stacked
-from fedvlm.engines.wire import Header
-from fedvlm.engines.worker import Client
 from fedvlm.errors import BadMessage, FedvlmError, NoQuorum
-from fedvlm.guard import Guard
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
-from fedvlm.steps.train import Train
+from fedvlm.federation import wire
+from fedvlm.federation.engines.loopback import Loopback, Worker
+from fedvlm.federation.wire import Header
+from fedvlm.federation.worker import Client
+from fedvlm.parts.adapters.head import Head
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.rounds import steps
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import Method
+from fedvlm.rounds.steps.train import Train
+from fedvlm.training import train
 
 can_pause = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be paused on this system")
 

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from fedvlm.adapters.attention import Attention
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.linear import Linear
-from fedvlm.adapters.mlp import Mlp
-from fedvlm.adapters.rotation import Rotation, cayley, rotate
-from fedvlm.core import Batch, Reply, with_client_axis
-from fedvlm.evaluate.protocols import by_seed, partial, row, summary
-from fedvlm.local import descent
-from fedvlm.local.descent import Optimiser, OptimiserSettings
-from fedvlm.merge.base import Agreement
-from fedvlm.records import BackboneRecord, ClientScores, DataRecord, MethodRecord, PartRecord, Result, RunRecord
-from fedvlm.tasks import contrastive, cross_entropy
+from fedvlm.core import descent
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Batch
+from fedvlm.core.descent import Optimiser, OptimiserSettings
+from fedvlm.core.merge import Agreement
+from fedvlm.core.records import BackboneRecord, ClientScores, DataRecord, MethodRecord, PartRecord, Result, RunRecord
+from fedvlm.core.state import Reply, with_client_axis
+from fedvlm.core.tasks import contrastive, cross_entropy
+from fedvlm.evaluation.protocols import by_seed, partial, row, summary
+from fedvlm.parts.adapters.attention import Attention
+from fedvlm.parts.adapters.linear import Linear
+from fedvlm.parts.adapters.mlp import Mlp
+from fedvlm.parts.adapters.rotation import Rotation, cayley, rotate
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -20,7 +20,7 @@ from siglip_models import siglip_folder
 import fedvlm
 from fedvlm import parts
 from fedvlm.cli import main
-from fedvlm.folder import RunFolder
+from fedvlm.training.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedvlm import parts
-from fedvlm.config import resolve
-from fedvlm.core import Cohort, Message, Reply, State, copy_per_client
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.state import Message, Reply, State, copy_per_client
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.local.bgp import Bgp, coral
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.afl import project_to_simplex
-from fedvlm.merge.faa import equal_gaps, slopes
-from fedvlm.merge.ga import Ga
-from fedvlm.method import Method
+from fedvlm.parts.local.bgp import Bgp, coral
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.afl import project_to_simplex
+from fedvlm.parts.merge.faa import equal_gaps, slopes
+from fedvlm.parts.merge.ga import Ga
+from fedvlm.rounds.method import Method
 
 pytestmark = pytest.mark.usefixtures("double")
 

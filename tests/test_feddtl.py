@@ -16,31 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedvlm import parts, processes
-from fedvlm.adapters.lora import Lora
+from fedvlm import parts
 from fedvlm.cli import main
-from fedvlm.core import (
-    Batch,
-    Cohort,
-    Data,
-    Extra,
-    Message,
-    Params,
-    Reply,
-    State,
-    copy_per_client,
-    nbytes,
-    with_client_axis,
-)
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch, Data, Extra
+from fedvlm.core.descent import by_autograd
+from fedvlm.core.model import Model
+from fedvlm.core.state import Message, Params, Reply, State, copy_per_client, nbytes, with_client_axis
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.local.descent import by_autograd
-from fedvlm.local.model import Model
-from fedvlm.local.two_stage import REINFORCED, Sample, TwoStage, random_numbers
-from fedvlm.merge.stages import FINAL, Stages
-from fedvlm.merge.text_server import TOWER, TextServer
-from fedvlm.method import Method
+from fedvlm.parts.adapters.lora import Lora
+from fedvlm.parts.local.two_stage import REINFORCED, Sample, TwoStage, random_numbers
+from fedvlm.parts.merge.stages import FINAL, Stages
+from fedvlm.parts.merge.text_server import TOWER, TextServer
+from fedvlm.rounds.method import Method
+from fedvlm.training import processes
+from fedvlm.training.folder import RunFolder
 
 ALGORITHMS = ("grpo", "dr-grpo", "gmpo", "dapo", "lite-ppo")
 IMAGE = Lora(rank=2, towers="image", projections=("q", "k", "v", "out"))

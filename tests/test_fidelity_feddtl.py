@@ -15,26 +15,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm import backbones
-from fedvlm.adapters.attention import Attention
-from fedvlm.adapters.gallop import Gallop
-from fedvlm.adapters.lora import Lora
-from fedvlm.adapters.maple import Maple, clamped
 from fedvlm.backbones.base import ViewFormat, encode_view
-from fedvlm.config import resolve
-from fedvlm.core import Batch, Data, with_client_axis
+from fedvlm.config.config import resolve
+from fedvlm.core.data import Batch, Data
+from fedvlm.core.model import Model
+from fedvlm.core.records import as_trained
+from fedvlm.core.state import with_client_axis
 from fedvlm.data.embeddings import open_embeddings, write_embeddings
 from fedvlm.data.pool import embedding_pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import features, listing, open_view
-from fedvlm.local.bgp import aligned_loss
-from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
-from fedvlm.local.two_stage import TwoStage
-from fedvlm.merge.mean import Mean
-from fedvlm.merge.stages import Stages
-from fedvlm.merge.text_server import TextServer
-from fedvlm.method import Method
-from fedvlm.records import as_trained
+from fedvlm.parts.adapters.attention import Attention
+from fedvlm.parts.adapters.gallop import Gallop
+from fedvlm.parts.adapters.lora import Lora
+from fedvlm.parts.adapters.maple import Maple, clamped
+from fedvlm.parts.local.bgp import aligned_loss
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.local.two_stage import TwoStage
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.parts.merge.stages import Stages
+from fedvlm.parts.merge.text_server import TextServer
+from fedvlm.rounds.method import Method
 
 IMAGE = Lora(rank=2, towers="image", projections=("q", "k", "v", "out"))
 

@@ -13,24 +13,26 @@ import torch
 from helpers import build, close, numbered, play, random_data, random_task, small_adapter, train_small
 from safetensors.torch import save_file
 
-from fedvlm.adapters.network import IMAGENET
-from fedvlm.adapters.resnet import ResNet
-from fedvlm.config import Layout, resolve
-from fedvlm.core import SPLITS, Cohort, Message
-from fedvlm.data.federation import Federation, federate, own_data
+from fedvlm.config.config import Layout, resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import SPLITS
+from fedvlm.core.descent import Optimiser, by_autograd
+from fedvlm.core.state import Message
+from fedvlm.data.clients import Federation, federate, own_data
 from fedvlm.data.pool import Pools
 from fedvlm.data.source import Embeddings, Item, Source, keep_classes, keep_domains
-from fedvlm.deploy.admin import refuse
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import row as row_of
-from fedvlm.evaluate.protocols import summary
-from fedvlm.local.bgp import Bgp, aligned_loss
-from fedvlm.local.descent import Optimiser, by_autograd
-from fedvlm.local.perfedavg import PerFedAvg, split_batch
-from fedvlm.local.sgd import Sgd
-from fedvlm.method import Method
+from fedvlm.evaluation.protocols import row as row_of
+from fedvlm.evaluation.protocols import summary
+from fedvlm.federation.admin import refuse
+from fedvlm.parts.adapters.network import IMAGENET
+from fedvlm.parts.adapters.resnet import ResNet
+from fedvlm.parts.local.bgp import Bgp, aligned_loss
+from fedvlm.parts.local.perfedavg import PerFedAvg, split_batch
+from fedvlm.parts.local.sgd import Sgd
 from fedvlm.report.tables import summarise
+from fedvlm.rounds.method import Method
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -360,7 +362,7 @@ def test_tables_say_what_was_scored(scored):
 def test_every_engine_scores_the_same(scored, embedded, tmp_path, monkeypatch):
     from helpers import InProcess, scores
 
-    from fedvlm.engines import loopback
+    from fedvlm.federation.engines import loopback
 
     monkeypatch.setattr(loopback, "Worker", InProcess)
     run = train_small(embedded, tmp_path / "run", "fedavg", **CUT, score="domain", engine="loopback")

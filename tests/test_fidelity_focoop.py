@@ -10,14 +10,15 @@ import torch
 from helpers import ABLE, RULES, example, random_task
 from torch.nn import functional as F
 
-from fedvlm.adapters.outsiders import Outsiders
-from fedvlm.config import resolve
-from fedvlm.core import Batch, Cohort
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch
+from fedvlm.core.merge import Gaps, Replies
 from fedvlm.engines.stacked import Stacked
-from fedvlm.local.bdro import Bdro, noise
-from fedvlm.merge.base import Gaps, Replies
-from fedvlm.merge.transport import Transport
-from fedvlm.method import Method
+from fedvlm.parts.adapters.outsiders import Outsiders
+from fedvlm.parts.local.bdro import Bdro, noise
+from fedvlm.parts.merge.transport import Transport
+from fedvlm.rounds.method import Method
 
 PROMPTS = Outsiders(context=2, count=3)
 FLAT = Outsiders(count=1)  # two classes and one outsider in the plane

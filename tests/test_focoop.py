@@ -10,26 +10,29 @@ import pytest
 import torch
 from helpers import ABLE, NOUNS, RULES, example, play
 
-from fedvlm import parts, train
-from fedvlm.adapters.outsiders import Outsiders, together
-from fedvlm.backbones.text import TextTower
-from fedvlm.config import resolve
-from fedvlm.core import Batch, Cohort, Extra, Message, copy_per_client, with_client_axis
+from fedvlm import parts
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch, Extra
+from fedvlm.core.merge import Gaps, Replies
+from fedvlm.core.model import Model
+from fedvlm.core.state import Message, copy_per_client, with_client_axis
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.export.folder import export
-from fedvlm.local.bdro import Bdro, noise
-from fedvlm.local.contrast import Contrast
-from fedvlm.local.means import Means
-from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.base import Gaps, Replies
-from fedvlm.merge.classwise import mean_by_class
-from fedvlm.merge.transport import Transport, drawn_to_barycentre, least_per_noun, transport_plan
-from fedvlm.method import Method
-from fedvlm.predictor import from_run
+from fedvlm.parts.adapters.outsiders import Outsiders, together
+from fedvlm.parts.local.bdro import Bdro, noise
+from fedvlm.parts.local.contrast import Contrast
+from fedvlm.parts.local.means import Means
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.classwise import mean_by_class
+from fedvlm.parts.merge.transport import Transport, drawn_to_barycentre, least_per_noun, transport_plan
+from fedvlm.predict.export.folder import export
+from fedvlm.predict.predictor import from_run
 from fedvlm.report.effects import effects
+from fedvlm.rounds.method import Method
+from fedvlm.towers.text import TextTower
+from fedvlm.training import train
 
 PROMPTS = Outsiders(context=2, count=3)
 

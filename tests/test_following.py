@@ -11,23 +11,24 @@ from types import SimpleNamespace
 import pytest
 from helpers import train_small
 
-from fedvlm import api, trust
+from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.deploy import admin, start
-from fedvlm.deploy.plan import Plan
+from fedvlm.core.records import RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.records import RunRecord
+from fedvlm.federation import admin, start
+from fedvlm.federation.plan import Plan
 from fedvlm.report.page import facts
 from fedvlm.report.tables import notes
+from fedvlm.system import allowed
+from fedvlm.training.folder import RunFolder
 
 KEYS = {"rounds": "1", "lr": "0.05", "unseen": "openmoji"}
 
 
 @pytest.fixture(autouse=True)
 def stranger(tmp_path, monkeypatch):
-    monkeypatch.setattr(trust, "_given", set())
-    monkeypatch.setattr(trust, "memory", lambda: tmp_path / "trusted")
+    monkeypatch.setattr(allowed, "_given", set())
+    monkeypatch.setattr(allowed, "memory", lambda: tmp_path / "trusted")
 
 
 @pytest.fixture(scope="module")

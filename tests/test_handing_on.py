@@ -24,20 +24,20 @@ from safetensors.torch import load_file
 
 import fedvlm
 from fedvlm import backbones, cli, parts
-from fedvlm.adapters.base import Adapter, Task
+from fedvlm.core.adapter import Adapter, Task
+from fedvlm.core.model import Model
 from fedvlm.data.corruptions import corrupt
 from fedvlm.data.images import decode
 from fedvlm.data.pool import task_of
 from fedvlm.data.source import digest, open_source
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate import questions
-from fedvlm.export.card import plain
-from fedvlm.export.hub import push
-from fedvlm.export.onnx import difference, example_images, pixels_of, preprocessing, to_onnx
-from fedvlm.export.weights import copy_backbone
-from fedvlm.local.model import Model
-from fedvlm.predictor import FAR_BELOW, Predictor, far_below
-from fedvlm.reproduce.measures import seed_values
+from fedvlm.predict import questions
+from fedvlm.predict.export.card import plain
+from fedvlm.predict.export.hub import push
+from fedvlm.predict.export.onnx import difference, example_images, pixels_of, preprocessing, to_onnx
+from fedvlm.predict.export.weights import copy_backbone
+from fedvlm.predict.predictor import FAR_BELOW, Predictor, far_below
+from fedvlm.studies.papers.measures import seed_values
 
 DOCS = Path(__file__).parent.parent / "docs"
 MINI_CLIP = Path(backbones.ASSETS) / "mini-clip"
@@ -425,7 +425,7 @@ def test_answers_are_recorded_shown_and_read_by_reproduce(run, answers, capsys):
     (value,) = seed_values("cacc@brightness", [run.files], {}, "last")
     assert value == pytest.approx(100 * questions.answer(run.folder, "cacc@brightness"))
     assert seed_values("cacc@fog", [run.files], {}, "last") == []
-    code = "import sys, fedvlm.evaluate.questions; assert 'torch' not in sys.modules"
+    code = "import sys, fedvlm.predict.questions; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -15,22 +15,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedvlm import train
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.crossed import Crossed
-from fedvlm.adapters.lora import Lora
-from fedvlm.adapters.maple import Maple
-from fedvlm.adapters.mma import Mma
-from fedvlm.adapters.visual import Visual
-from fedvlm.backbones import load, products
+from fedvlm.backbones import load
 from fedvlm.backbones.base import encode_view, tower_of, view_format
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import ImageLayers, Towers
 from fedvlm.cli import main
-from fedvlm.config import resolve
-from fedvlm.core import Batch, Params, with_client_axis
+from fedvlm.config.config import resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Batch
+from fedvlm.core.state import Params, with_client_axis
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.adapters.crossed import Crossed
+from fedvlm.parts.adapters.lora import Lora
+from fedvlm.parts.adapters.maple import Maple
+from fedvlm.parts.adapters.mma import Mma
+from fedvlm.parts.adapters.visual import Visual
+from fedvlm.towers import products
+from fedvlm.towers.text import TextTower
+from fedvlm.towers.vision import ImageLayers, Towers
+from fedvlm.training import train
 
 TEXTS = (
     "a photo of a cat.",

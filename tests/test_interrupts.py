@@ -12,7 +12,7 @@ import time
 import pytest
 
 from fedvlm.errors import FedvlmError
-from fedvlm.interrupts import held, stoppable
+from fedvlm.system.interrupts import held, stoppable
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal to a process group")

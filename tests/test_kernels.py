@@ -10,9 +10,10 @@ from transformers import CLIPConfig, CLIPModel
 
 pytest.importorskip("triton")
 
-from fedvlm.backbones import kernels, layers, load, text
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import ImageLayers
+from fedvlm.backbones import load
+from fedvlm.towers import kernels, layers, text
+from fedvlm.towers.text import TextTower
+from fedvlm.towers.vision import ImageLayers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py switches Triton's interpreter on
 

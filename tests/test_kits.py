@@ -21,10 +21,10 @@ from cryptography import x509
 from cryptography.x509.oid import NameOID
 
 from fedvlm.cli import main
-from fedvlm.deploy import provision, start
-from fedvlm.deploy.provision import ABOUT, ROOT_KEY, open_kit
-from fedvlm.deploy.settings import CLASSES, LONGEST_MESSAGE, About, settings
 from fedvlm.errors import FedvlmError
+from fedvlm.federation import provision, start
+from fedvlm.federation.provision import ABOUT, ROOT_KEY, open_kit
+from fedvlm.federation.settings import CLASSES, LONGEST_MESSAGE, About, settings
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and rights of POSIX")
 SITES = ["north", "south"]
@@ -115,7 +115,7 @@ def test_policies(made, name):
     handlers = setting(kit, "local/log_config.json")["loggers"]["root"]["handlers"]
     assert handlers == ["file"]
     if name == "north":
-        assert ids["process_launcher"] == "fedvlm.deploy.comeback.Launcher"
+        assert ids["process_launcher"] == "fedvlm.federation.comeback.Launcher"
         assert resources["allow_log_streaming"] is False
 
 
@@ -180,7 +180,7 @@ def test_settings_hold_what_nvflare_would_write(name, kind, tmp_path):
     assert ours["local/resources.json"].keys() == known.keys()
     kept = {c["id"]: c["path"] for c in known["components"]}
     for part in ours["local/resources.json"]["components"]:
-        assert part["path"] in (kept[part["id"]], "fedvlm.deploy.comeback.Launcher")
+        assert part["path"] in (kept[part["id"]], "fedvlm.federation.comeback.Launcher")
     assert kept.keys() - {c["id"] for c in ours["local/resources.json"]["components"]} <= {
         "site_log_streamer",
         "log_receiver",
@@ -406,17 +406,17 @@ STUB = """
 import os, subprocess, sys, threading, time
 if os.environ.get("STUB") == "dies":
     sys.exit(3)
-from fedvlm.deploy.start import end_with
+from fedvlm.federation.start import end_with
 threading.Thread(target=end_with, args=(int(sys.argv[4]),), daemon=True).start()
-for words in (["nvflare.private.stub", sys.argv[2]], ["fedvlm.deploy.agent", os.environ["FEDVLM_SITE"]]):
+for words in (["nvflare.private.stub", sys.argv[2]], ["fedvlm.federation.agent", os.environ["FEDVLM_SITE"]]):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *words], start_new_session=True)
 open(os.path.join(sys.argv[2], "log.txt"), "a").write("Successfully registered client\\n")
 time.sleep(60)
 """
 RUN = """
 import sys
-from fedvlm.deploy import start
-from fedvlm.deploy.provision import open_kit
+from fedvlm.federation import start
+from fedvlm.federation.provision import open_kit
 start.MODULE, start.GRACE, start.PAUSE, start.TICK = "stub_party", 0.3, 0.0, 0.05
 start.Party(*open_kit(sys.argv[1], "site"), {start.SITE_HOME: sys.argv[2]}).run(lambda text: print(text, flush=True))
 """
@@ -449,7 +449,7 @@ class Running:
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
             if self.places & set(words) and process.info["status"] != psutil.STATUS_ZOMBIE:
-                marks = {"stub_party": "party", "nvflare.private.stub": "job", "fedvlm.deploy.agent": "agent"}
+                marks = {"stub_party": "party", "nvflare.private.stub": "job", "fedvlm.federation.agent": "agent"}
                 found[next((kind for mark, kind in marks.items() if mark in words), "supervisor")] = process
         return found
 

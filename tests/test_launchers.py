@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 from helpers import same
 
-from fedvlm import launchers, processes
 from fedvlm.cli import main
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.launchers import base
-from fedvlm.launchers.ray import carry_out
-from fedvlm.planning import Job
+from fedvlm.training import launchers, processes
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.launchers import base
+from fedvlm.training.launchers.ray import carry_out
+from fedvlm.training.planning import Job
 
 
 class Cluster:
@@ -53,7 +53,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch) -> Cluster:
     found = Cluster()
-    monkeypatch.setitem(sys.modules, "fedvlm.launchers.slurm", found)
+    monkeypatch.setitem(sys.modules, "fedvlm.training.launchers.slurm", found)
     monkeypatch.setattr(base, "check", lambda name: None)
     monkeypatch.setattr(base, "POLL", 0.0)
     return found

@@ -16,7 +16,7 @@ from siglip_models import SCALE, SIZES, WORDS, drawn, siglip_folder
 from torch.nn import functional as F
 
 from fedvlm.backbones import load
-from fedvlm.core import FedvlmError
+from fedvlm.errors import FedvlmError
 
 PHRASES = ["a photo of a cat", "A photo of the red, red tree.", "dog"]
 
@@ -327,7 +327,7 @@ def test_what_a_backbone_cannot_give_is_refused_before_images_are_encoded(images
 
 
 def test_siglip_and_biomedclip_say_what_works(siglip, reference, tmp_path):
-    from fedvlm.backbones.layouts import check_adapter
+    from fedvlm.config.layouts import check_adapter
     from fedvlm.parts import find
 
     open_clip_models.write_model("biomedclip", tmp_path, reference["biomedclip"]["shapes"])
@@ -343,7 +343,7 @@ def test_siglip_and_biomedclip_say_what_works(siglip, reference, tmp_path):
 
 
 def test_every_adapter_works_with_some_layout():
-    from fedvlm.backbones.layouts import LAYOUTS, usable_adapters
+    from fedvlm.config.layouts import LAYOUTS, usable_adapters
     from fedvlm.parts import built_in, find
 
     found = {name.split()[0] for layout in LAYOUTS for name in usable_adapters(layout.offer)}
@@ -366,7 +366,7 @@ def test_unit_vectors_in_place_of_raw_embeddings_are_said_and_recorded(siglip, i
 
 def test_mini_clip_on_data_of_ones_own_is_said_once(images, capsys):
     import fedvlm.api
-    from fedvlm.planning import sketch
+    from fedvlm.training.planning import sketch
 
     pools = fedvlm.api.new_pools()
     for method in ("zero-shot", "fedot"):
@@ -375,7 +375,7 @@ def test_mini_clip_on_data_of_ones_own_is_said_once(images, capsys):
 
 
 def test_mini_clip_is_no_rehearsal_model_on_emoji():
-    from fedvlm.backbones.layouts import notes_on
+    from fedvlm.config.layouts import notes_on
     from fedvlm.parts import find
 
     clip, head = load("mini-clip"), find("adapter", "head")()
@@ -383,8 +383,8 @@ def test_mini_clip_is_no_rehearsal_model_on_emoji():
 
 
 def test_device_mps(monkeypatch):
-    from fedvlm.config import resolve
-    from fedvlm.train import device_of
+    from fedvlm.config.config import resolve
+    from fedvlm.engines.base import device_of
 
     setup = resolve("promptfl", {"device": "mps"})
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -401,8 +401,8 @@ def test_alexnet_is_torchvisions():
     """Their layers in their order, with our parameters by their names."""
     from torch import nn
 
-    from fedvlm.adapters.alexnet import AlexNet
-    from fedvlm.adapters.base import Task
+    from fedvlm.core.adapter import Task
+    from fedvlm.parts.adapters.alexnet import AlexNet
 
     relu, pool = nn.ReLU(), nn.MaxPool2d(3, 2)
     convolutions = [nn.Conv2d(3, 4, 11, 4, 2), relu, pool, nn.Conv2d(4, 12, 5, padding=2), relu, pool]
@@ -424,7 +424,7 @@ def test_alexnet_is_torchvisions():
 
 
 def test_alexnet_is_a_preset():
-    from fedvlm.config import resolve
+    from fedvlm.config.config import resolve
 
     setup = resolve("fedavg", {"on": "alexnet"})
     assert setup.config.backbone == "pixels:64" and setup.parts["adapter"].name == "alexnet"

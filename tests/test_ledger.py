@@ -14,7 +14,19 @@ from safetensors.torch import save
 
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
-from fedvlm.ledger import NOTHING, RECEIVED, SENT, Head, Ledger, Sent, Tensor, compare, content, entries, verify
+from fedvlm.federation.ledger import (
+    NOTHING,
+    RECEIVED,
+    SENT,
+    Head,
+    Ledger,
+    Sent,
+    Tensor,
+    compare,
+    content,
+    entries,
+    verify,
+)
 
 
 def sent(round: int = 1, frame: bytes = b"abc", **more) -> Sent:
@@ -135,7 +147,7 @@ def test_long_lines(tmp_path):
 
 def test_several_processes(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from fedvlm.ledger import Ledger, Sent\n"
+        "import sys; from pathlib import Path; from fedvlm.federation.ledger import Ledger, Sent\n"
         "for i in range(20): Ledger(Path(sys.argv[1])).append(Sent('r', 's', 'train', i))\n"
         "assert 'torch' not in sys.modules"
     )

@@ -11,21 +11,23 @@ import pytest
 import torch
 from helpers import Played, close, example, play, same, small_adapter
 
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.residual import RESIDUAL
-from fedvlm.core import Cohort, Data, Params, Reply, nbytes, with_client_axis
+from fedvlm.core.adapter import Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.local import Local
+from fedvlm.core.merge import Merge
+from fedvlm.core.state import Params, Reply, nbytes, with_client_axis
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.local.alternate import Alternate
-from fedvlm.local.base import Local
-from fedvlm.local.sgd import Sgd
-from fedvlm.local.truncated import RANK, Truncated, tail_length
-from fedvlm.local.turns import Turns
-from fedvlm.merge.base import Merge
-from fedvlm.merge.exact import Exact
-from fedvlm.merge.mean import Mean
-from fedvlm.merge.sparsity import Sparsity, change_lengths
-from fedvlm.method import Method
+from fedvlm.parts.adapters.residual import RESIDUAL
+from fedvlm.parts.local.alternate import Alternate
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.local.truncated import RANK, Truncated, tail_length
+from fedvlm.parts.local.turns import Turns
+from fedvlm.parts.merge.exact import Exact
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.parts.merge.sparsity import Sparsity, change_lengths
+from fedvlm.rounds.method import Method
 
 SIZES = ((6, 1, 1), (3, 1, 1), (2, 1, 1))
 RULE = {"lr": 0.1, "batch": 3}

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fedvlm.machine import cores
+from fedvlm.system.machine import cores
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import pytest
 import torch
 from helpers import numbered
 
-from fedvlm.config import Config
+from fedvlm.config.config import Config
+from fedvlm.core.seeds import numpy_generator
 from fedvlm.data import mapped, partition
+from fedvlm.data.clients import federate
 from fedvlm.data.columns import NumberedItems, Words
 from fedvlm.data.embeddings import open_embeddings, write_embeddings
-from fedvlm.data.federation import federate
 from fedvlm.data.pool import embedding_pool
 from fedvlm.data.source import NO_DOMAIN, Item
-from fedvlm.seeds import numpy_generator
 
 
 def few_shot_by_loop(labels, owner, part, shots, seed):

@@ -11,31 +11,32 @@ import torch
 from helpers import ABLE, example, layered, play, random_data, random_task, small_adapter, tiny_clip, tiny_whole
 from torch.nn import functional as F
 
-from fedvlm import trust
-from fedvlm.adapters.attention import Attention
-from fedvlm.adapters.both_towers import BothTowers
-from fedvlm.adapters.conditional import Conditional
-from fedvlm.adapters.guided import Guided, transferred
-from fedvlm.adapters.prompt import Prompt
-from fedvlm.adapters.rotation import Rotation
-from fedvlm.adapters.server_coop import ServerCoop
-from fedvlm.adapters.two_masks import TwoMasks
-from fedvlm.adapters.visual import Visual
-from fedvlm.adapters.visual_head import VisualHead
-from fedvlm.config import resolve
-from fedvlm.core import Cohort, with_client_axis
+from fedvlm.config import trust
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.model import Model
+from fedvlm.core.state import with_client_axis
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.local.fedrep import FedRep
-from fedvlm.local.model import Model
-from fedvlm.local.sgd import Sgd
-from fedvlm.local.two_stage import TwoStage
-from fedvlm.merge.mean import Mean
-from fedvlm.merge.other_text import PROJECTION, OtherText
-from fedvlm.merge.prototypes import Prototypes
-from fedvlm.merge.stages import Stages
-from fedvlm.merge.text_server import TextServer
-from fedvlm.method import Method
+from fedvlm.parts.adapters.attention import Attention
+from fedvlm.parts.adapters.both_towers import BothTowers
+from fedvlm.parts.adapters.conditional import Conditional
+from fedvlm.parts.adapters.guided import Guided, transferred
+from fedvlm.parts.adapters.prompt import Prompt
+from fedvlm.parts.adapters.rotation import Rotation
+from fedvlm.parts.adapters.server_coop import ServerCoop
+from fedvlm.parts.adapters.two_masks import TwoMasks
+from fedvlm.parts.adapters.visual import Visual
+from fedvlm.parts.adapters.visual_head import VisualHead
+from fedvlm.parts.local.fedrep import FedRep
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.local.two_stage import TwoStage
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.parts.merge.other_text import PROJECTION, OtherText
+from fedvlm.parts.merge.prototypes import Prototypes
+from fedvlm.parts.merge.stages import Stages
+from fedvlm.parts.merge.text_server import TextServer
+from fedvlm.rounds.method import Method
 
 
 def counts(method: Method) -> tuple[int, int]:

@@ -15,15 +15,17 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge as Reference
 from torch.nn import functional as F
 
-from fedvlm import ledger, ridge
-from fedvlm.config import resolve
-from fedvlm.core import Cohort, Data, Message, State
+from fedvlm.config.config import resolve
+from fedvlm.core import copies
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.state import Message, State
 from fedvlm.data.centre import centred
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.guard import Guard
-from fedvlm.local import copies
-from fedvlm.local.moments import (
+from fedvlm.federation import ledger
+from fedvlm.parts import ridge
+from fedvlm.parts.local.moments import (
     CLIENT,
     CROSS,
     NEWCOMER,
@@ -35,12 +37,13 @@ from fedvlm.local.moments import (
     first_best,
     mean_accuracy,
 )
-from fedvlm.merge.moments import SumOfMoments
-from fedvlm.method import Method
+from fedvlm.parts.merge.moments import SumOfMoments
+from fedvlm.parts.ridge import Bilinear, Gaussian, Line, Moments, Ridge, moments
 from fedvlm.privacy.mechanism import Privacy, secret_of
+from fedvlm.privacy.secure.settings import Secure
 from fedvlm.report.tables import summarise
-from fedvlm.ridge import Bilinear, Gaussian, Line, Moments, Ridge, moments
-from fedvlm.secure.settings import Secure
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import Method
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ONE = {"strengths": (0.5,), "texts": (2.0,)}  # no choice, so that there is no exchange for it
@@ -521,8 +524,8 @@ def test_every_method_may_centre(images, tmp_path, method):
 
 
 def test_centring_is_refused_where_there_is_no_mean(images):
-    from fedvlm import train
     from fedvlm.data.pool import Pools
+    from fedvlm.training import train
 
     torch.set_default_dtype(torch.float32)
     setup = small_setup(images, "fedavg", centre="own", protocol="base-to-novel", unseen="", partition="iid", clients=2)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedvlm.core import FedvlmError
 from fedvlm.data import nouns as module
 from fedvlm.data.nouns import NOUNS, farthest_nouns, nouns
+from fedvlm.errors import FedvlmError
 
 TOOL = Path(__file__).parent.parent / "tools" / "build_nouns.py"
 

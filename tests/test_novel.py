@@ -15,27 +15,31 @@ from helpers import example, numbered, scores, small_adapter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedvlm import parts, planning, steps, train
-from fedvlm.adapters.base import Task
+from fedvlm import parts
 from fedvlm.cli import main
-from fedvlm.config import Layout, Setup, resolve
-from fedvlm.core import SPLITS, Cohort, nbytes, with_client_axis
-from fedvlm.data.federation import Federation, federate
+from fedvlm.config.config import Layout, Setup, resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import SPLITS
+from fedvlm.core.records import MEASURES, RoundRecord
+from fedvlm.core.state import nbytes, with_client_axis
+from fedvlm.core.tasks import CLASSIFICATION
+from fedvlm.data.clients import Federation, federate
 from fedvlm.data.pool import Pool, Pools, with_novel_classes
 from fedvlm.data.source import Item
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError, NoQuorum
-from fedvlm.evaluate import novel
-from fedvlm.evaluate.novel import MACRO
-from fedvlm.evaluate.views import evaluate
-from fedvlm.folder import RunFolder
-from fedvlm.method import Method
-from fedvlm.records import MEASURES, RoundRecord
+from fedvlm.evaluation import novel
+from fedvlm.evaluation.novel import MACRO
+from fedvlm.evaluation.views import evaluate
 from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
-from fedvlm.tasks import CLASSIFICATION
+from fedvlm.rounds import steps
+from fedvlm.rounds.method import Method
+from fedvlm.training import planning, train
+from fedvlm.training.folder import RunFolder
 
 GIVEN = {"protocol": "base-to-novel", "partition": "disjoint", "clients": 2, "rounds": 3, "lr": 0.05, "seed": 7}
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import fedvlm
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
+from fedvlm.training.folder import RunFolder
 
 ADAPTER = '''"""A head with a private shift of the embedding."""
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from helper_of_shift import shifted
 
-from fedvlm.adapters.base import Adapter, Task, initial_classifier
+from fedvlm.core.adapter import Adapter, Task, initial_classifier
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ HELPER = "def shifted(x, shift):\n    return x + shift[:, None]\n"
 LOCAL = '''"""Training with label smoothing towards the uniform distribution."""
 from dataclasses import dataclass
 
-from fedvlm.local.base import Local
-from fedvlm.local.descent import by_autograd
+from fedvlm.core.local import Local
+from fedvlm.core.descent import by_autograd
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Smooth(Local):
 MERGE = '''"""The mean, with the server moving only part of the way."""
 from dataclasses import dataclass
 
-from fedvlm.merge.mean import Mean
+from fedvlm.parts.merge.mean import Mean
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from fedvlm.metrics.base import Additive
+from fedvlm.core.metric import Additive
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fedvlm.metrics.base import PerClient
+from fedvlm.core.metric import PerClient
 
 
 @dataclass(frozen=True)
@@ -334,8 +334,8 @@ def test_metrics_have_keys_and_names_of_their_own(ideas, images, tmp_path):
     for wrong, says in (("auroc", "recorded in any case"), ("calibration.py,../ideas/calibration.py", "two metrics")):
         with pytest.raises(FedvlmError, match=says):
             fedvlm.run("zero-shot", data=images, metrics=wrong)
-    from fedvlm.config import RECORDED
-    from fedvlm.method import METRICS
+    from fedvlm.config.config import RECORDED
+    from fedvlm.rounds.method import METRICS
 
     assert set(RECORDED) == set(METRICS)
 

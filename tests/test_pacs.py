@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.folder import RunFolder
+from fedvlm.training.folder import RunFolder
 
 PACS = Path(__file__).parent.parent.parent / "shared" / "data" / "pacs"
 CARD = {

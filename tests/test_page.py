@@ -22,12 +22,11 @@ from safetensors.numpy import save
 from test_report import CASES, DOMAINS, many, write
 
 from fedvlm import cli
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.finished import Finished
-from fedvlm.evaluate.finished import test_rows as rows_of_tests
-from fedvlm.folder import RunFolder
+from fedvlm.predict.finished import Finished
+from fedvlm.predict.finished import test_rows as rows_of_tests
 from fedvlm.report import axes, charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
 from fedvlm.report.details import calibration, confusion, details, mirrored, principal
@@ -36,7 +35,8 @@ from fedvlm.report.live import Live, server
 from fedvlm.report.page import Options, code, html
 from fedvlm.report.snapshot import Snapshot
 from fedvlm.report.tables import summarise
-from fedvlm.train import train
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.train import train
 
 EVIL = '<img src=x onerror="alert(1)">'
 

@@ -11,27 +11,29 @@ from helpers import close, example, patched, play, random_data
 from PIL import Image
 from torch.nn import functional as F
 
-from fedvlm import train, transport
-from fedvlm.adapters import transported
-from fedvlm.adapters.background import Background
-from fedvlm.adapters.conditional import Conditional
-from fedvlm.adapters.gallop import Gallop
-from fedvlm.adapters.lapt import Lapt
-from fedvlm.adapters.prompt import Prompt
-from fedvlm.adapters.transported import Transported
 from fedvlm.backbones import load
 from fedvlm.backbones.base import view_format
-from fedvlm.config import resolve
-from fedvlm.core import Batch, with_client_axis
+from fedvlm.config.config import resolve
+from fedvlm.core.data import Batch
+from fedvlm.core.detection import scores_of
+from fedvlm.core.state import with_client_axis
 from fedvlm.data.pool import Pools
 from fedvlm.data.source import open_source
 from fedvlm.data.store import features
 from fedvlm.errors import FedvlmError
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
-from fedvlm.metrics.detection import scores_of
-from fedvlm.predictor import Predictor
+from fedvlm.parts import transport
+from fedvlm.parts.adapters import transported
+from fedvlm.parts.adapters.background import Background
+from fedvlm.parts.adapters.conditional import Conditional
+from fedvlm.parts.adapters.gallop import Gallop
+from fedvlm.parts.adapters.lapt import Lapt
+from fedvlm.parts.adapters.prompt import Prompt
+from fedvlm.parts.adapters.transported import Transported
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.predict.predictor import Predictor
+from fedvlm.rounds.method import Method
+from fedvlm.training import train
 
 WORDS = Prompt(context=2)
 RULE = Sgd(lr=0.05, batch=4, epochs=2, momentum=0.5)

@@ -10,12 +10,12 @@ import torch
 from helpers import small_setup
 from torch.nn import functional as F
 
-from fedvlm import train
 from fedvlm.data.corruptions import FURTHER, KINDS, NAMES, corrupt
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.finished import Finished
+from fedvlm.predict.finished import Finished
 from fedvlm.report import models, similarity, surface, tsne, weights
+from fedvlm.training import train
 
 
 @pytest.fixture(scope="module")

@@ -25,20 +25,23 @@ from helpers import (
 )
 from helpers import close as equal
 
-from fedvlm import api, train
-from fedvlm.core import Batch, Cohort, Reply, copy_per_client
-from fedvlm.data.federation import Federation
+from fedvlm import api
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch
+from fedvlm.core.state import Reply, copy_per_client
+from fedvlm.data.clients import Federation
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.method import Method
 from fedvlm.privacy import accounting, mechanism
 from fedvlm.privacy.accounting import Account, poisson_epsilon, smallest_noise
 from fedvlm.privacy.descent import PrivateDescent
 from fedvlm.privacy.mechanism import Privacy, norms
 from fedvlm.privacy.noise import normal, uniform
-from fedvlm.privacy.plan import check_method, planned, recorded
+from fedvlm.rounds.method import Method
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.privacy_plan import check_method, planned, recorded
 
 dp_accounting = pytest.importorskip("dp_accounting")
 
@@ -464,7 +467,7 @@ def test_example_level_refuses_contrastive_objectives_and_large_adapters(monkeyp
         check_method(method, federation_of(data, method.task))
     method, data = private_method(Privacy("example", 1.0, 1.0, 5.0), "rotation")
     check_method(method, federation_of(data, method.task))
-    monkeypatch.setattr("fedvlm.privacy.plan.LARGEST", 100)
+    monkeypatch.setattr("fedvlm.training.privacy_plan.LARGEST", 100)
     with pytest.raises(FedvlmError, match=r"the gradient of each example is as large as .* or dp=client"):
         check_method(method, federation_of(data, method.task))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedvlm.backbones import products
+from fedvlm.towers import products
 
 WIDTHS = [(256, 768), (1024, 256), (96, 33)]
 

@@ -12,35 +12,37 @@ import torch
 from helpers import ABLE, close, example, play, small_adapter
 from torch.nn import functional as F
 
-from fedvlm.adapters.experts import Experts
-from fedvlm.adapters.factored import Factored, factors
-from fedvlm.adapters.generated import Generated
-from fedvlm.adapters.groups import Groups
-from fedvlm.adapters.plot import Plot
-from fedvlm.adapters.proda import Proda, upper_bound
-from fedvlm.adapters.prompt import Prompt
-from fedvlm.adapters.prompt_memory import PromptMemory
-from fedvlm.core import Batch, Cohort, Message, State, with_client_axis
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch
+from fedvlm.core.descent import by_autograd
+from fedvlm.core.model import Model
+from fedvlm.core.state import Message, State, with_client_axis
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.local.consistent import Consistent
-from fedvlm.local.descent import by_autograd
-from fedvlm.local.experts import KNOWN, POOL, NearestExperts, nearest
-from fedvlm.local.factored import Refactor
-from fedvlm.local.groups import GroupSampling, gumbel, similarity
-from fedvlm.local.knowledge import Knowledge
-from fedvlm.local.memory import Memorise
-from fedvlm.local.model import Model
-from fedvlm.local.orthogonal import Orthogonal, overlap
-from fedvlm.local.prograd import ProGrad, inner, zero_shot_divergence
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.experts import PromptPool
-from fedvlm.merge.mean import Mean
-from fedvlm.merge.trajectory import Trajectory
-from fedvlm.method import Method
+from fedvlm.parts.adapters.experts import Experts
+from fedvlm.parts.adapters.factored import Factored, factors
+from fedvlm.parts.adapters.generated import Generated
+from fedvlm.parts.adapters.groups import Groups
+from fedvlm.parts.adapters.plot import Plot
+from fedvlm.parts.adapters.proda import Proda, upper_bound
+from fedvlm.parts.adapters.prompt import Prompt
+from fedvlm.parts.adapters.prompt_memory import PromptMemory
+from fedvlm.parts.local.consistent import Consistent
+from fedvlm.parts.local.experts import KNOWN, POOL, NearestExperts, nearest
+from fedvlm.parts.local.factored import Refactor
+from fedvlm.parts.local.groups import GroupSampling, gumbel, similarity
+from fedvlm.parts.local.knowledge import Knowledge
+from fedvlm.parts.local.memory import Memorise
+from fedvlm.parts.local.orthogonal import Orthogonal, overlap
+from fedvlm.parts.local.prograd import ProGrad, inner, zero_shot_divergence
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.experts import PromptPool
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.parts.merge.trajectory import Trajectory
 from fedvlm.privacy.descent import PrivateDescent
 from fedvlm.privacy.mechanism import Privacy
-from fedvlm.privacy.plan import example_refusal
+from fedvlm.rounds.method import Method
+from fedvlm.training.privacy_plan import example_refusal
 
 WORDS = Prompt(context=2)
 RULES = {"lr": 0.05, "batch": 4, "epochs": 1, "momentum": 0.5}

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 from helpers import train_small
 
-from fedvlm import catalogue
-from fedvlm.catalogue import SHIPPED, Catalogue
+from fedvlm.config import catalogue
+from fedvlm.config.catalogue import SHIPPED, Catalogue
 
 LIMIT = 0.3  # seconds, user and system, Python's own start included
 ATTEMPTS = 6  # the best counts: another process on the same core makes a run slower, never faster
@@ -101,7 +101,7 @@ def test_importing_fedvlm_loads_nothing_heavy(known):
 
 
 def test_the_shipped_catalogue_is_fresh():
-    """Refresh it with `python -m fedvlm.catalogue`."""
+    """Refresh it with `python -m fedvlm.config.catalogue`."""
     shipped = Catalogue.from_json(SHIPPED.read_text(encoding="utf-8"))
     assert shipped.digest == catalogue.current_digest()
     assert catalogue.make(catalogue.current_digest()) == shipped

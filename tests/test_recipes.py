@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from fedvlm import parts
+from fedvlm.config.keys import RENAMED
+from fedvlm.config.recipe import AXES, PAPERS, Layer, _published, load, names, presets, published, published_data
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import RENAMED
-from fedvlm.recipe import AXES, PAPERS, Layer, _published, load, names, presets, published, published_data
 
 BEFORE = json.loads((Path(__file__).parent / "data" / "recipes_before.json").read_text(encoding="utf-8"))
 PRODUCT = ("fedavg", "fedprox", "ditto", "perfedavg", "ga", "grace", "afl", "q-ffl", "fft-gp")
@@ -270,7 +270,7 @@ def test_text_encodings(tmp_path):
 
 def test_no_torch():
     """Commands that only list or check recipes start at once."""
-    code = "import sys; from fedvlm import recipe; recipe.load('ga', 'unet'); recipe.published('ga', '', 'pacs')"
+    code = "import sys; from fedvlm.config import recipe; recipe.load('ga', 'unet'); recipe.published('ga', '', 'pacs')"
     code += "; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -12,10 +12,10 @@ from helpers import train_small
 
 from fedvlm import api
 from fedvlm.cli import main
+from fedvlm.core.records import FORMAT, RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.records import FORMAT, RunRecord
 from fedvlm.report.tables import summarise
+from fedvlm.training.folder import RunFolder
 
 DATA = Path(__file__).parent / "data"
 

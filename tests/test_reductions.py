@@ -11,17 +11,19 @@ import torch
 from helpers import ABLE, build, close, example, play, random_data, random_task
 from torch.nn import functional as F
 
-from fedvlm.adapters.head import Head
-from fedvlm.adapters.portfolio import Portfolio
-from fedvlm.adapters.prompt import Prompt
-from fedvlm.adapters.rotation import Rotation
-from fedvlm.core import Cohort, Data, Message
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.state import Message
 from fedvlm.engines.stacked import Stacked
-from fedvlm.local.ditto import Ditto
-from fedvlm.local.prox import Prox
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
+from fedvlm.parts.adapters.head import Head
+from fedvlm.parts.adapters.portfolio import Portfolio
+from fedvlm.parts.adapters.prompt import Prompt
+from fedvlm.parts.adapters.rotation import Rotation
+from fedvlm.parts.local.ditto import Ditto
+from fedvlm.parts.local.prox import Prox
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.rounds.method import Method
 
 pytestmark = pytest.mark.usefixtures("double")
 

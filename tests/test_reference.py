@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedvlm import train
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
+from fedvlm.training import train
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 GIVEN = {"data": "emoji", "unseen": ["noto"], "domains": 4, "batch": 100_000, "rounds": 3, "lr": 0.03, "evaluate": 3}

@@ -19,10 +19,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from fedvlm import console, demo
-from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.records import (
+from fedvlm.cli import demo
+from fedvlm.core.records import (
     BackboneRecord,
     ClientScores,
     DataRecord,
@@ -33,13 +31,16 @@ from fedvlm.records import (
     RunRecord,
     Settings,
 )
+from fedvlm.errors import FedvlmError
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
 from fedvlm.report.gains import against
 from fedvlm.report.page import page
-from fedvlm.report.table import Table
 from fedvlm.report.tables import settings, summarise
 from fedvlm.report.written import latex, write_csv
+from fedvlm.system import console
+from fedvlm.system.table import Table
+from fedvlm.training.folder import RunFolder
 
 DOMAINS = ("art", "photo", "sketch")
 
@@ -375,7 +376,7 @@ def test_figures_do_not_import_pyplot() -> None:
 
 def test_the_console_imports_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "matplotlib", "PIL", "transformers")
-    code = f"import sys, fedvlm.console, fedvlm.demo; assert not set({heavy}) & set(sys.modules)"
+    code = f"import sys, fedvlm.system.console, fedvlm.cli.demo; assert not set({heavy}) & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert {"zero-shot", "fedavg", "fedot"} < set(demo.METHODS) and demo.DEFAULTS["data"] == "emoji"
 

@@ -14,20 +14,22 @@ from helpers import train_small
 from test_report import DOMAINS
 from test_report import write as fake_run
 
-from fedvlm import api, catalogue, comparison, recipe
+from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.commands.reproduce import reasons
-from fedvlm.config import resolve
+from fedvlm.cli.commands.reproduce import reasons
+from fedvlm.config import catalogue, recipe
+from fedvlm.config.config import resolve
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
 from fedvlm.report import curves
 from fedvlm.report.tables import differences, rule, summarise
-from fedvlm.reproduce import manifest
-from fedvlm.reproduce.data import BACKBONES, Found, locate, other_backbone, vision
-from fedvlm.reproduce.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
-from fedvlm.reproduce.measures import half_width, seed_values
-from fedvlm.reproduce.rehearsal import made_up
-from fedvlm.reproduce.run import keys_of
+from fedvlm.studies import comparison
+from fedvlm.studies.papers import manifest
+from fedvlm.studies.papers.data import BACKBONES, Found, locate, other_backbone, vision
+from fedvlm.studies.papers.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
+from fedvlm.studies.papers.measures import half_width, seed_values
+from fedvlm.studies.papers.rehearsal import made_up
+from fedvlm.studies.papers.run import keys_of
+from fedvlm.training.folder import RunFolder
 
 PAPERS = recipe.paper_names()
 
@@ -214,7 +216,7 @@ def test_sets_of_outsiders_are_looked_for_beside_the_data(tmp_path):
     found = locate(part, str(folder))
     assert found.outsider_sets == {"dtd": str(folder / "DTD"), "isun": str(folder / "iSUN")}
     assert found.names["isun"] == "iSUN" and found.outsiders == str(folder / "DTD")
-    from fedvlm.reproduce import run
+    from fedvlm.studies.papers import run
 
     assert "no folder places in or beside the data: its columns are empty" in run.notes(part, [], found)
 
@@ -254,7 +256,7 @@ def test_a_row_that_cannot_be_run_says_why(pacs, tmp_path, capsys):
     row = manifest.Row("Ours (other)", "", "", {}, "not in fedvlm: it is a test", "", {"G": manifest.Published(50.0)})
     (part,) = find("fedot", "1", "pacs")
     keys = {"rounds": 1, "seeds": "1", "unseen": "photo", "out": str(tmp_path), "jobs": 1}
-    from fedvlm.reproduce import run
+    from fedvlm.studies.papers import run
 
     part, found, pools = replace(part, rows=(row,)), locate(part, str(pacs)), api.new_pools()
     planned = run.plan(part, found, keys, pools)
@@ -422,5 +424,5 @@ def test_lists(capsys):
 
 def test_the_shipped_numbers_are_fresh():
     stored = json.loads(recipe.PUBLISHED.read_text(encoding="utf-8"))
-    assert stored["digest"] == recipe._papers_digest(), "run `python -m fedvlm.catalogue`"
+    assert stored["digest"] == recipe._papers_digest(), "run `python -m fedvlm.config.catalogue`"
     assert [tuple(e) for e in stored["entries"]] == [tuple(e) for e in recipe._read_published()]

@@ -16,12 +16,12 @@ from filelock import FileLock, Timeout
 from helpers import scores, small_setup, train_small
 
 from fedvlm import api
+from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.planning import Job
-from fedvlm.processes import run_all
-from fedvlm.records import RoundRecord
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import Job
+from fedvlm.training.processes import run_all
 
 
 def command(*words: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_the_same_run_is_recognised(images, tmp_path):
 def test_an_idea_that_was_edited_is_another_run(images, tmp_path):
     idea = tmp_path / "idea.py"
     code = (
-        "from dataclasses import dataclass\nfrom fedvlm.adapters.head import Head\n\n\n"
+        "from dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\n\n\n"
         "@dataclass(frozen=True)\nclass Idea(Head):\n    pass\n"
     )
     idea.write_text(code)
@@ -218,7 +218,7 @@ def test_a_run_keeps_the_code_of_the_users_own_parts(images, tmp_path):
     (tmp_path / "mine").mkdir()
     idea = tmp_path / "mine" / "idea.py"
     idea.write_text(
-        "from dataclasses import dataclass\nfrom fedvlm.adapters.head import Head\nfrom beside import STRENGTH\n\n\n"
+        "from dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\nfrom beside import STRENGTH\n\n\n"
         "@dataclass(frozen=True)\nclass Idea(Head):\n    strength: float = STRENGTH\n"
     )
     (tmp_path / "mine" / "beside.py").write_text("STRENGTH = 0.5\n")

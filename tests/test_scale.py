@@ -14,7 +14,9 @@ from helpers import build, close, message, random_data, random_task
 from PIL import Image
 
 from fedvlm.backbones.base import ViewFormat
-from fedvlm.core import Data, stretches
+from fedvlm.core.data import Data, stretches
+from fedvlm.core.many import MANY, compact, counted, expanded, summarised
+from fedvlm.core.seeds import numpy_generator
 from fedvlm.data import ahead, store
 from fedvlm.data.columns import NumberedItems, Words, column
 from fedvlm.data.index import Index
@@ -22,8 +24,6 @@ from fedvlm.data.partition import apportion, split
 from fedvlm.data.source import Item, digest, open_source
 from fedvlm.data.store import View, fingerprint
 from fedvlm.engines import stacked
-from fedvlm.many import MANY, compact, counted, expanded, summarised
-from fedvlm.seeds import numpy_generator
 
 # The feature store
 

@@ -18,22 +18,24 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cryptography")
 
-from fedvlm import ledger, parts
-from fedvlm.config import resolve
-from fedvlm.core import Cohort, Message, State
+from fedvlm import parts
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.merge import FINE, Summand
+from fedvlm.core.state import Message, State
 from fedvlm.data.pool import Pools
-from fedvlm.engines import wire, worker
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, FedvlmError, NoQuorum, VoidRound
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method, name_of
-from fedvlm.secure import graph, keys, shamir
-from fedvlm.secure.client import Client
-from fedvlm.secure.fixed import FINE, Plan, Summand
-from fedvlm.secure.messages import HEAD, KINDS, Parameters, pack_records, pack_sets, traffic, unpack_records
-from fedvlm.secure.server import Total, aggregate, draw
-from fedvlm.secure.settings import Secure, Summation, Summed, fingerprint
-from fedvlm.train import train
+from fedvlm.federation import ledger, wire, worker
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.privacy.secure import graph, keys, shamir
+from fedvlm.privacy.secure.client import Client
+from fedvlm.privacy.secure.fixed import Plan
+from fedvlm.privacy.secure.messages import HEAD, KINDS, Parameters, pack_records, pack_sets, traffic, unpack_records
+from fedvlm.privacy.secure.server import Total, aggregate, draw
+from fedvlm.privacy.secure.settings import Secure, Summation, Summed, fingerprint
+from fedvlm.rounds.method import Method, name_of
+from fedvlm.training.train import train
 
 LENGTH = 50
 Vectors = dict[int, np.ndarray]

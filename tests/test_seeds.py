@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fedvlm.core import Data
-from fedvlm.seeds import generator, key, keys, numpy_generator, shuffled
+from fedvlm.core.data import Data
+from fedvlm.core.seeds import generator, key, keys, numpy_generator, shuffled
 
 seeds = st.integers(0, 2**63 - 1)
 

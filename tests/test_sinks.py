@@ -9,10 +9,10 @@ import sys
 import pytest
 from helpers import small_setup
 
-from fedvlm import train
 from fedvlm.cli import main
 from fedvlm.data.pool import Pools
-from fedvlm.sinks.base import numbers
+from fedvlm.training import train
+from fedvlm.training.trackers.base import numbers
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
@@ -45,7 +45,7 @@ def test_nothing_is_imported_unless_asked_for(images, tmp_path):
     before = set(sys.modules)
     setup = small_setup(images, "fedavg", rounds=1)
     train.train(setup, Pools().load(setup), tmp_path / "run")
-    assert not {*TRACKERS, *(f"fedvlm.sinks.{name}" for name in TRACKERS)} & (sys.modules.keys() - before)
+    assert not {*TRACKERS, *(f"fedvlm.training.trackers.{name}" for name in TRACKERS)} & (sys.modules.keys() - before)
 
 
 @pytest.mark.parametrize("name", TRACKERS)

@@ -15,16 +15,16 @@ import torch
 from helpers import same
 from safetensors.torch import load_file
 
-from fedvlm.config import resolve
-from fedvlm.core import Cohort
+from fedvlm.config.config import resolve
+from fedvlm.core.cohort import Cohort
 from fedvlm.data.pool import Pools
 from fedvlm.engines import spread
 from fedvlm.engines.base import Job
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.spread import Spread
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.train import prepare, train
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.train import prepare, train
 
 
 class Thread:

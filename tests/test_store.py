@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.base import ViewFormat
-from fedvlm.core import FedvlmError
 from fedvlm.data import encoding
 from fedvlm.data.source import Source, digest, open_source
 from fedvlm.data.store import features, fingerprint, listing, open_view, prune, text_embeddings
+from fedvlm.errors import FedvlmError
 
 
 class Patched(Colours):

@@ -17,3 +17,10 @@ def test_tools_find_nothing(words, tmp_path):
     call = [sys.executable, "-m", *words.format(tmp=tmp_path).split()]
     found = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_folders_import_only_from_those_below(monkeypatch):
+    """The contract is in pyproject.toml."""
+    linter = pytest.importorskip("importlinter.cli")
+    monkeypatch.chdir(ROOT)
+    assert linter.lint_imports(no_cache=True, no_logo=True) == 0

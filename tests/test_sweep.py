@@ -8,12 +8,14 @@ import math
 import pytest
 
 import fedvlm
-from fedvlm import api, comparison, planning, sweep
+from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.config import resolve
+from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.views import selection
+from fedvlm.evaluation.views import selection
+from fedvlm.studies import comparison, sweep
+from fedvlm.training import planning
 
 GRID = ("lr=1e-6,0.05", "mu=0.01,1")
 

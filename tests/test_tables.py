@@ -10,14 +10,15 @@ import pytest
 from rich.console import Console
 from test_report import many, write
 
-from fedvlm import api, console
+from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.evaluate.protocols import by_seed
-from fedvlm.folder import RunFolder
-from fedvlm.records import BackboneRecord, DataRecord
+from fedvlm.core.records import BackboneRecord, DataRecord
+from fedvlm.evaluation.protocols import by_seed
 from fedvlm.report.gains import against, best
-from fedvlm.report.table import Table
 from fedvlm.report.tables import summarise
+from fedvlm.system import console
+from fedvlm.system.table import Table
+from fedvlm.training.folder import RunFolder
 
 
 def with_shared(run: RunFolder, below: float) -> RunFolder:

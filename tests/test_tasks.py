@@ -16,32 +16,37 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from fedvlm import parts, predictor, train
-from fedvlm.adapters.base import Task
-from fedvlm.adapters.lstm import Lstm
-from fedvlm.adapters.network import Norm
-from fedvlm.adapters.resnet import ResNet
+from fedvlm import parts
 from fedvlm.backbones import load
 from fedvlm.cli import main
-from fedvlm.config import resolve
-from fedvlm.core import Batch, Cohort, Data, Message, Reply
-from fedvlm.data.federation import federate
+from fedvlm.config.config import resolve
+from fedvlm.core.adapter import Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Batch, Data
+from fedvlm.core.descent import MOMENTUM, gradient_step, with_proximal_term
+from fedvlm.core.state import Message, Reply
+from fedvlm.core.tasks import SEGMENTATION, dice, mask_loss
+from fedvlm.data.clients import federate
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import open_source
 from fedvlm.data.text import ALPHABET, BLOCK, WINDOW, tokens
+from fedvlm.engines import base
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.export import folder as exported
-from fedvlm.folder import RunFolder
-from fedvlm.local.bgp import Bgp
-from fedvlm.local.descent import MOMENTUM, gradient_step, with_proximal_term
-from fedvlm.local.grace import Grace
-from fedvlm.local.perfedavg import PerFedAvg
-from fedvlm.local.scaffold import CONTROL
-from fedvlm.merge.grace import SMALLEST, consistency
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
-from fedvlm.tasks import SEGMENTATION, dice, mask_loss
+from fedvlm.parts.adapters.lstm import Lstm
+from fedvlm.parts.adapters.network import Norm
+from fedvlm.parts.adapters.resnet import ResNet
+from fedvlm.parts.local.bgp import Bgp
+from fedvlm.parts.local.grace import Grace
+from fedvlm.parts.local.perfedavg import PerFedAvg
+from fedvlm.parts.local.scaffold import CONTROL
+from fedvlm.parts.merge.grace import SMALLEST, consistency
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.predict import predictor
+from fedvlm.predict.export import folder as exported
+from fedvlm.rounds.method import Method
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 
 def pool_of(method: str, **given: object) -> Pool:
@@ -153,12 +158,12 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     """Asked for, it is missed in words; left to us, small steps never go there and networks only where there is one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(FedvlmError, match="finds no GPU"):
-        train.device_of(resolve("fedclip", {"device": "cuda"}))
+        base.device_of(resolve("fedclip", {"device": "cuda"}))
     small, network = resolve("fedclip", {}), resolve("fedavg", {"on": "unet"})
-    assert train.device_of(network) == "cpu"
+    assert base.device_of(network) == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert train.device_of(small) == train.device_of(network.with_(device="cpu")) == "cpu"
-    assert train.device_of(network) == train.device_of(small.with_(device="cuda")) == "cuda"
+    assert base.device_of(small) == base.device_of(network.with_(device="cpu")) == "cpu"
+    assert base.device_of(network) == base.device_of(small.with_(device="cuda")) == "cuda"
 
 
 def test_residual_networks_have_everybodys_sizes():

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel
 
-from fedvlm.backbones import load, products
-from fedvlm.backbones.text import TextTower, _groups
-from fedvlm.core import FedvlmError
+from fedvlm.backbones import load
+from fedvlm.errors import FedvlmError
+from fedvlm.towers import products
+from fedvlm.towers.text import TextTower, _groups
 
 NAMES = ("cat", "grand piano", "a rather long name, of many words, for one animal", "ox", "dollar bill", "yin yang")
 VECTORS = 5  # odd, so that the two halves of a context differ
@@ -228,5 +229,5 @@ def test_only_the_context_gets_a_gradient(cases, clip):
 
 
 def test_the_module_does_not_import_transformers():
-    script = "import sys, fedvlm.backbones.text; sys.exit('transformers' in sys.modules)"
+    script = "import sys, fedvlm.towers.text; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

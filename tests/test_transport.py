@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedvlm.core import FedvlmError
-from fedvlm.transport import semi_unbalanced, unbalanced
+from fedvlm.errors import FedvlmError
+from fedvlm.parts.transport import semi_unbalanced, unbalanced
 
 
 def problem(classes: int, columns: int, seed: int, kind: str = "points"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fedvlm import catalogue, reference, words
 from fedvlm.cli import main
-from fedvlm.config import resolve
-from fedvlm.doctor import Finding
+from fedvlm.cli.doctor import Finding
+from fedvlm.config import catalogue, reference, words
+from fedvlm.config.config import resolve
+from fedvlm.config.keys import keys_of
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import keys_of
 
 
 def all_keys():
@@ -26,7 +26,7 @@ def test_every_key_has_a_meaning():
 
 
 def test_the_page_of_keys_is_current():
-    """Refresh it with `python -m fedvlm.catalogue`."""
+    """Refresh it with `python -m fedvlm.config.catalogue`."""
     if not reference.PAGE.parent.is_dir():
         pytest.skip("not a source tree")
     text = reference.PAGE.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def test_the_page_of_keys_is_current():
 
 
 def test_a_comment_inside_brackets_is_a_meaning():
-    from fedvlm.config import Config
+    from fedvlm.config.config import Config
 
     assert {k.name: k.help for k in keys_of(Config)}["dp"].startswith("differential privacy")
 
@@ -118,7 +118,7 @@ def test_run_method_help_lists_every_key(capsys):
 
 def test_brackets_of_advice_are_printed(monkeypatch, capsys):
     """Rich would take [onnx] for markup."""
-    from fedvlm.commands import doctor
+    from fedvlm.cli.commands import doctor
 
     finding = Finding("note", "extra onnx [is] not installed", 'pip install "fedvlm[onnx]" if you need it')
     monkeypatch.setattr(doctor, "examine", lambda: [finding])

@@ -1,5 +1,6 @@
 """A page of the documentation for each method, from what is there already: its recipe, the docstrings of its parts, the
-papers' numbers (fedvlm/papers) and ours (docs/results.md, docs/claims.md). tools/site_pages.py puts them into the site.
+papers' numbers (fedvlm/studies/papers/tables) and ours (docs/results.md, docs/claims.md). tools/site_pages.py puts them into
+the site.
 
     python tools/method_pages.py fedot        # prints one
 """
@@ -15,15 +16,16 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fedvlm import api, recipe
-from fedvlm.adapters.base import Adapter, HasDiagnostics, NeedsNouns, Task
-from fedvlm.config import Setup, resolve
-from fedvlm.core import nbytes
+from fedvlm import api
+from fedvlm.config import recipe
+from fedvlm.config.config import Setup, resolve
+from fedvlm.config.reference import shown, table
+from fedvlm.core.adapter import Adapter, HasDiagnostics, NeedsNouns, Task
+from fedvlm.core.copies import COPY
+from fedvlm.core.records import UPDATE, UPDATE_MEANING
+from fedvlm.core.state import nbytes
 from fedvlm.data.pool import task_of
-from fedvlm.local.copies import COPY
-from fedvlm.method import Method
-from fedvlm.records import UPDATE, UPDATE_MEANING
-from fedvlm.reference import shown, table
+from fedvlm.rounds.method import Method
 
 DOCS = Path(__file__).parent.parent / "docs"
 CLASSES = tuple(f"class {i}" for i in range(10))  # for the sizes
@@ -187,7 +189,9 @@ def published(name: str) -> list[str]:
             keys = [f"on={on}"] * bool(on) + [f"{k}={v}" for k, v in under.items()]
             rows.append([data, " ".join(keys), values, str(numbers["source"])])
     if not rows:
-        return ["The papers in `fedvlm/papers` report no number for it that a run can be compared with.\n"]
+        return [
+            "The papers in `fedvlm/studies/papers/tables` report no number for it that a run can be compared with.\n"
+        ]
     return [
         *table(["data", "keys", "in %", "source"], rows),
         "",

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import fedvlm
-from fedvlm import recipe
+from fedvlm.config import recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 FROM_ROOT = {  # files that are pages, too
@@ -31,13 +31,15 @@ LINK = re.compile(r"\[([^]\n]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 LONG = re.compile(r"^<!-- long: (.+?) -->\n(```.*?^```)$", re.MULTILINE | re.DOTALL)
 FIRST = ("run", "bench", "Run", "Runs", "load", "Predictor", "dataset")  # in the API reference
 BASES = {  # of parts of one's own
-    "fedvlm.adapters.base": ("Adapter", "Task"),
-    "fedvlm.local.base": ("Local",),
-    "fedvlm.merge.base": ("Merge",),
-    "fedvlm.metrics.base": ("Metric", "Additive", "PerClient"),
+    "fedvlm.core.adapter": ("Adapter", "Task"),
+    "fedvlm.core.local": ("Local",),
+    "fedvlm.core.merge": ("Merge",),
+    "fedvlm.core.metric": ("Metric", "Additive", "PerClient"),
     "fedvlm.engines.base": ("Engine", "Job"),
     "fedvlm.backbones.base": ("Backbone",),
-    "fedvlm.core": ("State", "Message", "Reply", "Data", "Cohort"),
+    "fedvlm.core.state": ("State", "Message", "Reply"),
+    "fedvlm.core.data": ("Data",),
+    "fedvlm.core.cohort": ("Cohort",),
 }
 
 

@@ -9,15 +9,13 @@ from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import Towers
-from fedvlm.core import FedvlmError
+from fedvlm.errors import FedvlmError
+from fedvlm.towers.vision import Tower
 
 RAW = "raw"  # the view of embeddings before they are normalised
-Tower = nn.Module | TextTower | Towers  # the module is hf.ImageTower, CLIP's image tower from raw pixels
 
 
 class ViewFormat(NamedTuple):

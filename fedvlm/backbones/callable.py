@@ -22,8 +22,8 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.base import checked_embeddings
-from fedvlm.core import FedvlmError
-from fedvlm.trust import absolute
+from fedvlm.errors import FedvlmError
+from fedvlm.system.allowed import absolute
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -24,12 +24,12 @@ from torch.nn import functional as F
 from fedvlm.backbones.base import RAW, Backbone, Precision, ViewFormat
 from fedvlm.backbones.model_folder import PREPROCESSING, ModelConfig, VisionConfig, fingerprint, loading, read_config
 from fedvlm.backbones.preprocessing import TwoSteps, in_two_steps
-from fedvlm.backbones.products import fast_linear
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import ImageLayers, Towers
-from fedvlm.backbones.whole import WholeModel
-from fedvlm.core import FedvlmError
-from fedvlm.timing import timed
+from fedvlm.errors import FedvlmError
+from fedvlm.system.timing import timed
+from fedvlm.towers.products import fast_linear
+from fedvlm.towers.text import TextTower
+from fedvlm.towers.vision import ImageLayers, Towers
+from fedvlm.towers.whole import WholeModel
 
 if TYPE_CHECKING:  # transformers takes seconds to import: only where a model is loaded
     from transformers import CLIPModel, CLIPTokenizer, PreTrainedModel  # noqa: F401  (ruff does not see type arguments)

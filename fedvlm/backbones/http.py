@@ -6,7 +6,7 @@ POST url/texts  JSON {"phrases": […]}, where info says texts → safetensors, 
 
 Errors are JSON {"error": reason}. Images are sent lossless and in full resolution, without their EXIF data. The bearer
 token is read from FEDVLM_TOKEN at every request and not stored, and goes only to addresses that the user gave (trust.py).
-Nothing is pickled. `server.py` implements the provider.
+Nothing is pickled. `data/encode_server.py` implements the provider.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from PIL import Image
 from safetensors.numpy import load, save
 from torch import Tensor
 
-from fedvlm import trust
 from fedvlm.backbones.base import checked_embeddings
-from fedvlm.core import FedvlmError
-from fedvlm.names import printable
+from fedvlm.errors import FedvlmError
+from fedvlm.system import allowed
+from fedvlm.system.names import printable
 
 BINARY = "application/octet-stream"
 TIMEOUT = 120.0  # seconds for a whole reply, and before it for the connection and for sending the request
@@ -124,7 +124,7 @@ class Endpoint:
     black_box = True
 
     def __init__(self, url: str):
-        trust.origin(url)  # an error where it is no address
+        allowed.origin(url)  # an error where it is no address
         self.name, self.url = url, url.rstrip("/")
         self.label = f"backbone={url}"  # starts every error message
         self.opener = build_opener(_NoRedirect, _HttpHandler, _HttpsHandler)
@@ -233,13 +233,13 @@ class Endpoint:
             raise FedvlmError(
                 f"{self.label}: FEDVLM_TOKEN holds characters that are not allowed in a header; set it again"
             )
-        return {"Authorization": f"Bearer {token}"} if token and trust.gets_token(self.url) else {}
+        return {"Authorization": f"Bearer {token}"} if token and allowed.gets_token(self.url) else {}
 
     def _remedy(self, error: HTTPError) -> str:
-        if error.code in (401, 403) and os.environ.get("FEDVLM_TOKEN") and not trust.gets_token(self.url):
+        if error.code in (401, 403) and os.environ.get("FEDVLM_TOKEN") and not allowed.gets_token(self.url):
             return (
                 "no token was sent, since you did not give this address yourself: if its provider may have your token, "
-                f"set {trust.HOSTS}={trust.origin(self.url).partition('://')[2]}"
+                f"set {allowed.HOSTS}={allowed.origin(self.url).partition('://')[2]}"
             )
         if error.code in (401, 403):
             return "set the environment variable FEDVLM_TOKEN to the token the provider gave you"

@@ -14,10 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypedDict, cast
 
-from fedvlm.core import FedvlmError
-from fedvlm.names import printable
-from fedvlm.records import parsed, read_text
-from fedvlm.trust import absolute
+from fedvlm.core.records import parsed, read_text
+from fedvlm.errors import FedvlmError
+from fedvlm.system.allowed import absolute
+from fedvlm.system.names import printable
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 MINI_CLIP_TOKENIZER = "0e5f4fb3280d5e93"  # not in its fingerprint, which stores and recipes refer to

@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fedvlm import files
 from fedvlm.backbones.base import Backbone, checked_embeddings
 from fedvlm.errors import FedvlmError
-from fedvlm.machine import cache_home
-from fedvlm.names import file_name
+from fedvlm.system import files
+from fedvlm.system.machine import cache_home
+from fedvlm.system.names import file_name
 
 PREFIX = "object:"
 SIDE = 224  # pixels, for a module without `preprocess`

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fedvlm.backbones.base import checked_embeddings
 from fedvlm.backbones.hf import clip_processor
-from fedvlm.core import FedvlmError
-from fedvlm.records import parsed, read_text
-from fedvlm.trust import absolute
+from fedvlm.core.records import parsed, read_text
+from fedvlm.errors import FedvlmError
+from fedvlm.system.allowed import absolute
 
 if TYPE_CHECKING:
     Json = dict[str, "Json"] | list["Json"] | str | float | bool | None

@@ -35,11 +35,12 @@ from fedvlm.backbones.open_clip_weights import (
     fill,
     text_weights,
 )
-from fedvlm.backbones.products import fast_linear
 from fedvlm.backbones.siglip import PaddedTokenizer, Siglip
-from fedvlm.backbones.text import TextTower
 from fedvlm.backbones.timm_vit import ImageEncoder, heads_of
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core.state import Params
+from fedvlm.errors import FedvlmError
+from fedvlm.towers.products import fast_linear
+from fedvlm.towers.text import TextTower
 
 if TYPE_CHECKING:
     from transformers import CLIPModel, CLIPTokenizer

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from fedvlm.backbones.model_folder import OPEN_CLIP
 from fedvlm.backbones.preprocessing import Preprocessing, preprocessing_of
-from fedvlm.core import FedvlmError
-from fedvlm.names import printable
-from fedvlm.records import parsed, read_text
+from fedvlm.core.records import parsed, read_text
+from fedvlm.errors import FedvlmError
+from fedvlm.system.names import printable
 
 # entries that change nothing here: for training only, seen in the weights' shapes, or about where the model came from
 IGNORED = {

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fedvlm.backbones.model_folder import loading
 from fedvlm.backbones.open_clip_config import OpenClipConfig, TextSide
 from fedvlm.backbones.open_clip_weights import CLIP_TEXT, converted, fill, text_weights
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core.state import Params
+from fedvlm.errors import FedvlmError
 
 if TYPE_CHECKING:
     from transformers import CLIPTextModelWithProjection, CLIPTokenizer

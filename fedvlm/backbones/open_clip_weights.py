@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core.state import Params
+from fedvlm.errors import FedvlmError
 
 Names = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.base import ViewFormat
-from fedvlm.core import FedvlmError
+from fedvlm.errors import FedvlmError
 
 
 class Pixels:

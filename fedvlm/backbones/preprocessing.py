@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.core import FedvlmError
+from fedvlm.errors import FedvlmError
 
 LEVELS = 256  # of a channel
 INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}

@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from fedvlm.backbones.base import RAW, ViewFormat
 from fedvlm.backbones.hf import Clip, ImageTower, Processor
 from fedvlm.backbones.model_folder import loading
-from fedvlm.backbones.products import fast_linear
-from fedvlm.backbones.text import TextTower
-from fedvlm.backbones.vision import ImageLayers, Towers
-from fedvlm.core import FedvlmError
-from fedvlm.records import parsed, read_text
+from fedvlm.core.records import parsed, read_text
+from fedvlm.errors import FedvlmError
+from fedvlm.towers.products import fast_linear
+from fedvlm.towers.text import TextTower
+from fedvlm.towers.vision import ImageLayers, Towers
 
 if TYPE_CHECKING:
     from transformers import SiglipModel

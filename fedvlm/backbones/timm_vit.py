@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm.core import Params
+from fedvlm.core.state import Params
 
 EPS = 1e-6
 REFERENCE = 16  # patches along a side at which EVA-02 was pre-trained; other grids are scaled to it

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from fedvlm.backbones.base import RAW, ViewFormat
 from fedvlm.backbones.hf import HuggingFaceModel, Processor
 from fedvlm.backbones.model_folder import loading, read_config
-from fedvlm.backbones.products import fast_linear
-from fedvlm.core import FedvlmError
-from fedvlm.names import printable
+from fedvlm.errors import FedvlmError
+from fedvlm.system.names import printable
+from fedvlm.towers.products import fast_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # noqa: F401  (ruff does not see type arguments)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.core import Data, Extra
+from fedvlm.core.data import Data, Extra
 from fedvlm.errors import FedvlmError
 
 

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from fedvlm.core import FedvlmError
-from fedvlm.errors import nearest
-from fedvlm.seeds import numpy_generator
+from fedvlm.core.seeds import numpy_generator
+from fedvlm.errors import FedvlmError, nearest
 
 Array = NDArray[np.floating]
 Pixels = Array  # [height, width, 3], float32, 0 to 1

@@ -17,10 +17,10 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import files
 from fedvlm.data.columns import NumberedItems, Words, constant
 from fedvlm.data.source import NO_DOMAIN, Embeddings, Source
 from fedvlm.errors import FedvlmError
+from fedvlm.system import files
 
 MAX_CLASSES = 1_000_000  # where they have no names
 SCALE = 20.0  # where nothing is said: our choice for embeddings without a temperature of their own

@@ -25,8 +25,8 @@ from torch import Tensor
 from fedvlm.backbones.base import Backbone, SafeInThreads
 from fedvlm.data import images as pictures
 from fedvlm.data.ahead import Ready
-from fedvlm.machine import cores
-from fedvlm.timing import timed
+from fedvlm.system.machine import cores
+from fedvlm.system.timing import timed
 
 BATCH = 64  # images per call of an encoder
 GPU_BATCH, GPU_ROOM = 256, 30 << 30  # images per call on a GPU with so many bytes of memory; on a smaller one BATCH

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data import arrow, shards
 from fedvlm.data.source import (
     EMOJI,
@@ -26,8 +27,7 @@ from fedvlm.data.source import (
 )
 from fedvlm.data.splits import split_folders
 from fedvlm.errors import FedvlmError
-from fedvlm.machine import cache_home
-from fedvlm.tasks import SEGMENTATION
+from fedvlm.system.machine import cache_home
 
 MAX_DEPTH = 4  # levels of folders that are searched; bounds the search where a symbolic link forms a cycle
 

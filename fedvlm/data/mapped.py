@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm import files
-from fedvlm.machine import cache_home
+from fedvlm.system import files
+from fedvlm.system.machine import cache_home
 
 LARGE = 256 << 20  # bytes from which on a table is in a file
 BLOCK = 16 << 20  # bytes that are computed and written at a time

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedvlm.core import FedvlmError
+from fedvlm.errors import FedvlmError
 
 NOUNS = Path(__file__).parent / "assets" / "nouns.txt.gz"  # made by tools/build_nouns.py
 CHUNK = 10_000_000  # cosines at a time: torch.quantile takes at most 16 million

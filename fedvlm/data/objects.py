@@ -19,12 +19,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm import files
 from fedvlm.data.embeddings import SCALE, write_embeddings
 from fedvlm.data.source import NO_DOMAIN
 from fedvlm.errors import FedvlmError
-from fedvlm.machine import cache_home
-from fedvlm.names import file_name
+from fedvlm.system import files
+from fedvlm.system.machine import cache_home
+from fedvlm.system.names import file_name
 
 GROUP = r"-group-(.+)\.png$"  # in the names of files that belong to a group
 Labels = Sequence[int] | Sequence[str] | np.ndarray | Tensor

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedvlm.core import SPLITS, FedvlmError
+from fedvlm.core.data import SPLITS
+from fedvlm.core.seeds import numpy_generator
 from fedvlm.data.columns import Words
-from fedvlm.seeds import numpy_generator
+from fedvlm.errors import FedvlmError
 
 
 def apportion(total: int, shares: np.ndarray) -> np.ndarray:

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm import backbones, parts
-from fedvlm.adapters.base import Adapter, NeedsNouns, Task
 from fedvlm.backbones.base import RAW, Backbone, SafeInThreads, in_precision, offered, tower_of, view_format
-from fedvlm.backbones.layouts import check_adapter, notes_on
-from fedvlm.backbones.text import TextTower
-from fedvlm.config import OPEN, Config, Setup
-from fedvlm.core import Extra
+from fedvlm.config.config import OPEN, Config, Setup
+from fedvlm.config.layouts import check_adapter, notes_on
+from fedvlm.config.listed import templates_of
+from fedvlm.core.adapter import Adapter, NeedsNouns, Task
+from fedvlm.core.data import Extra
+from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 from fedvlm.data.columns import Words, column
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.mapped import mapped_rows
@@ -28,9 +29,8 @@ from fedvlm.data.store import Progress, features, fingerprint, text_embeddings_b
 from fedvlm.data.text import ALPHABET
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
-from fedvlm.listed import templates_of
-from fedvlm.tasks import CLASSIFICATION, SEGMENTATION, TaskType
-from fedvlm.timing import timed
+from fedvlm.system.timing import timed
+from fedvlm.towers.text import TextTower
 
 MAX_NOUNS = 1000  # names for outsiders that are kept
 Key = tuple[object, ...]

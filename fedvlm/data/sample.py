@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fedvlm import backbones
 from fedvlm.backbones.base import RAW, Backbone, offered, view_format
-from fedvlm.config import Setup
-from fedvlm.core import Extra
+from fedvlm.config.config import Setup
+from fedvlm.core.data import Extra
+from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data.ahead import ready
 from fedvlm.data.encoding import Images, Pace, encoder_threads, pace_of
 from fedvlm.data.images import BadImage
@@ -22,7 +23,6 @@ from fedvlm.data.pool import Pool
 from fedvlm.data.source import Source, open_outsiders
 from fedvlm.data.store import content_key, encoded_images, open_view
 from fedvlm.errors import FedvlmError
-from fedvlm.tasks import SEGMENTATION
 
 MOST = 32  # images that are encoded
 

@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
+from fedvlm.core.tasks import CLASSIFICATION, TaskType
 from fedvlm.data.columns import NumberedItems, column
 from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
 from fedvlm.data.threads import in_threads
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.tasks import CLASSIFICATION, TaskType
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 DICOM = (".dcm", ".dicom")

@@ -36,7 +36,6 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import console, files
 from fedvlm.backbones.base import (
     RAW,
     Backbone,
@@ -47,7 +46,6 @@ from fedvlm.backbones.base import (
     offered,
     view_format,
 )
-from fedvlm.core import FedvlmError
 from fedvlm.data import encoding
 from fedvlm.data.ahead import Wanted, read_ahead, ready
 from fedvlm.data.columns import Words
@@ -56,10 +54,11 @@ from fedvlm.data.encoding import EncodingQueue, encoder_threads, pace_of
 from fedvlm.data.images import BadImage, is_turned
 from fedvlm.data.index import KEY, Index, Place
 from fedvlm.data.source import Source, digest
-from fedvlm.errors import nearest
-from fedvlm.machine import cache_home
-from fedvlm.names import file_name
-from fedvlm.timing import timed
+from fedvlm.errors import FedvlmError, nearest
+from fedvlm.system import console, files
+from fedvlm.system.machine import cache_home
+from fedvlm.system.names import file_name
+from fedvlm.system.timing import timed
 
 PHRASES = 256  # phrases per call of an encoder on a CPU
 KEYS_APART = 1024  # rows of a segment from which on its keys have a file of their own

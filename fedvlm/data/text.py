@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedvlm.core.tasks import NEXT_CHARACTER
 from fedvlm.data.source import MAX_ITEMS, Item, Source, digest, sample_domains
 from fedvlm.errors import FedvlmError
-from fedvlm.tasks import NEXT_CHARACTER
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 ALPHABET = "\n !\"&'(),-.0123456789:;>?[]" + LETTERS  # LEAF's, without the brace

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from fedvlm.machine import cores
+from fedvlm.system.machine import cores
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")

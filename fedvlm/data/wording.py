@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.backbones.base import Backbone
+from fedvlm.config.listed import templates_of
+from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.data.source import Source, existing
 from fedvlm.data.store import text_embeddings
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.listed import templates_of
-from fedvlm.tasks import CLASSIFICATION
 
 CODE = re.compile(r"[\W\d_]*|[\W_]*([a-z]{1,2}|class|label|category|cls|id|folder)[\W_]*\d[\W\d_]*", re.IGNORECASE)
 

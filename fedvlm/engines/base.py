@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedvlm.core import Data, Message, Params, Reply, State
-from fedvlm.method import Method
-from fedvlm.secure.settings import Summation, Summed
+from fedvlm.core.data import Data
+from fedvlm.core.state import Message, Params, Reply, State
+from fedvlm.errors import FedvlmError
+from fedvlm.privacy.secure.settings import Summation, Summed
+from fedvlm.rounds.method import Method
 
 if TYPE_CHECKING:
-    from fedvlm.config import Setup
-    from fedvlm.data.federation import Federation
-    from fedvlm.guard import Guard
+    from fedvlm.config.config import Setup
+    from fedvlm.data.clients import Federation
+    from fedvlm.rounds.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Job:
 
 class Engine(ABC):
     """Steps and metrics are none of its business: it moves messages and keeps private rows. A client that fails is absent
-    from the reply, and the guard is told why; replies are checked by the guard, too (fedvlm/guard.py)."""
+    from the reply, and the guard is told why; replies are checked by the guard, too (fedvlm/rounds/guard.py)."""
 
     @classmethod
     @abstractmethod
@@ -59,8 +61,8 @@ class Engine(ABC):
 
     def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed:
         """Has the clients train, and adds up their contributions as integers (secure=true). Where clients are apart, an
-        engine overrides this by the four exchanges of fedvlm/secure: masks cancel exactly, so the sum is the same to the
-        bit, and no single contribution is seen."""
+        engine overrides this by the four exchanges of fedvlm/privacy/secure: masks cancel exactly, so the sum is the same
+        to the bit, and no single contribution is seen."""
         total, found = wanted.zero(), [np.empty(0, np.int64)]
         for reply in self.run("train", ids, message, round, exchange):
             total += wanted.contributions(reply).sum(0, dtype=total.dtype)
@@ -77,3 +79,19 @@ def finite(rows: Params, clients: int) -> np.ndarray:
     for v in rows.values():
         good &= v.reshape(clients, -1).sum(1).isfinite().cpu()
     return good.numpy()
+
+
+def device_of(setup: Setup) -> str:
+    """The device for client steps: training on stored features runs on the CPU, networks and prompts use a GPU."""
+    wanted, available = setup.config.device, torch.cuda.is_available()
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise FedvlmError("device=mps: torch finds no Apple GPU here; give device=cpu, or cuda for NVIDIA's")
+        return "mps"
+    if wanted == "cuda" and not available:
+        raise FedvlmError("device=cuda: torch finds no GPU here; give device=cpu")
+    if wanted == "cpu" or not available or (wanted == "auto" and not setup.adapter.limits.gpu):
+        return "cpu"
+    torch.backends.cudnn.allow_tf32 = False  # the same numbers as elsewhere, as far as a GPU allows
+    torch.backends.cudnn.deterministic = True
+    return "cuda"

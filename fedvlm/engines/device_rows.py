@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Params, copy_per_client, nbytes, on_device
+from fedvlm.core.state import Params, copy_per_client, nbytes, on_device
 from fedvlm.engines.rows import Rows
 
 WRITERS = 4  # threads; each holds one chunk's rows in main memory

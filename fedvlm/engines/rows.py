@@ -23,8 +23,9 @@ from typing import BinaryIO, cast
 import numpy as np
 import torch
 
-from fedvlm import files
-from fedvlm.core import FedvlmError, Params
+from fedvlm.core.state import Params
+from fedvlm.errors import FedvlmError
+from fedvlm.system import files
 
 MAGIC = b"fedvlm rows 2\n"
 HEAD = 32  # bytes: MAGIC, then a hash of what the rows are

@@ -19,20 +19,21 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedvlm import backbones, files
-from fedvlm.adapters.base import Task
+from fedvlm import backbones
 from fedvlm.backbones.base import tower_of
-from fedvlm.children import Child, obey
-from fedvlm.config import Setup
-from fedvlm.core import Data, Extra, Message, Params, Reply
-from fedvlm.devices import VISIBLE, visible
-from fedvlm.engines.base import Engine, Job
+from fedvlm.config.config import Setup
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Data, Extra
+from fedvlm.core.state import Message, Params, Reply
+from fedvlm.engines.base import Engine, Job, device_of
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked, in_order
 from fedvlm.errors import FedvlmError
-from fedvlm.method import Method
 from fedvlm.privacy.mechanism import Privacy
-from fedvlm.train import device_of
+from fedvlm.rounds.method import Method
+from fedvlm.system import files
+from fedvlm.system.children import Child, obey
+from fedvlm.system.devices import VISIBLE, visible
 
 OUTPUTS = "outputs"  # a request beside the steps
 CHUNKS = 2  # for each worker, where nobody says how many clients go together: the last one to finish is waited for

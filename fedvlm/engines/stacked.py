@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm import steps
-from fedvlm.adapters.base import Adapter
-from fedvlm.core import Data, Message, Params, Reply, State, nbytes, on_device
-from fedvlm.devices import blocks_at_once, memory
+from fedvlm.core.adapter import Adapter
+from fedvlm.core.data import Data
+from fedvlm.core.state import Answer, Message, Params, Reply, State, nbytes, on_device
 from fedvlm.engines.base import Engine, Job, finite
 from fedvlm.engines.device_rows import DeviceRows
 from fedvlm.engines.rows import Rows, WriteGuard
 from fedvlm.errors import FedvlmError
-from fedvlm.method import Method
-from fedvlm.steps.base import Answer
+from fedvlm.rounds import steps
+from fedvlm.rounds.method import Method
+from fedvlm.system.devices import blocks_at_once, memory
 
 Warn = Callable[[str], None]
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Data, Params, nbytes
-from fedvlm.local.descent import Gradients, Optimiser, OptimiserSettings
+from fedvlm.core.data import Batch, Data
+from fedvlm.core.descent import Gradients, Optimiser, OptimiserSettings
+from fedvlm.core.state import Params, nbytes
 from fedvlm.privacy.noise import normal, uniform
 
 MEMORY = 128 << 20  # bytes for the gradients of single examples

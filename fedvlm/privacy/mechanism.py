@@ -22,19 +22,21 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fedvlm.core import Cohort, Data, Message, Params, State
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.schema import Field, Fields
+from fedvlm.core.state import Message, Params, State
 from fedvlm.privacy.accounting import Account, Level
 from fedvlm.privacy.descent import PrivateDescent
 from fedvlm.privacy.noise import normal, uniform
-from fedvlm.schema import Field, Fields
 
 if TYPE_CHECKING:
-    from fedvlm.adapters.base import Adapter
-    from fedvlm.local.model import Model
-    from fedvlm.merge.base import Merge
-    from fedvlm.steps.base import Answer
+    from fedvlm.core.adapter import Adapter
+    from fedvlm.core.merge import Merge
+    from fedvlm.core.model import Model
+    from fedvlm.core.state import Answer
 
-UPDATE = "update/"  # prefix of an update among the sums of secure aggregation (merge/base.py)
+UPDATE = "update/"  # prefix of an update among the sums of secure aggregation (core/merge.py)
 CLIP = "dp.clip"  # the adapted C, in the server's state and in a message's extra
 UNCLIPPED = "unclipped"  # in a reply: 1 where the update was no longer than C
 SEED_BYTES = 8  # of a secret that is a run's seed; real ones are longer

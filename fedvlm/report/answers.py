@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from fedvlm.core.records import RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.records import RunRecord
+from fedvlm.training.folder import RunFolder
 
 OUTPUTS = "outputs.safetensors"
 VIEWS = ("shared", "personal")

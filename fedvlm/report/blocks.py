@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fedvlm.folder import RunFolder
-from fedvlm.records import RunRecord, Select
-from fedvlm.report.table import Table
+from fedvlm.core.records import RunRecord, Select
 from fedvlm.report.tables import summarise
+from fedvlm.system.table import Table
+from fedvlm.training.folder import RunFolder
 
 
 def blocks(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:

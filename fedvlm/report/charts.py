@@ -12,26 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedvlm.evaluate.protocols import is_base_to_novel
-from fedvlm.folder import RunFolder
-from fedvlm.records import MEASURES
+from fedvlm.core.records import MEASURES
+from fedvlm.evaluation.protocols import is_base_to_novel
 from fedvlm.report.axes import Drawn, indexed, label_points, name_curves, room, rows_axes
 from fedvlm.report.client_charts import by_client, client_rows, ends, ranked, variances
 from fedvlm.report.figures import AXIS_LABELS, PLOTTED, Line, score_name
-from fedvlm.report.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    bounds,
-    chart,
-    colour,
-    dashed,
-    element,
-    outline,
-)
+from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, bounds, chart, colour, dashed, element, outline
+from fedvlm.training.folder import RunFolder
 
 UNEVEN = 10  # times as many megabytes of one method as of another: a logarithmic axis
 

@@ -7,11 +7,11 @@ from collections import defaultdict
 
 import numpy as np
 
-from fedvlm.folder import RunFolder
 from fedvlm.report import fairness
 from fedvlm.report.axes import Drawn, End, indexed, name_curves, room, rows_axes
 from fedvlm.report.figures import Line, score_name, scores_by_row, targets
 from fedvlm.report.svg import chart, colour
+from fedvlm.training.folder import RunFolder
 
 FEW_CLIENTS = 8  # that get a curve each; of more, percentiles are drawn
 PERCENTILES = (0, 25, 50, 75, 100)

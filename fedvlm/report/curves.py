@@ -9,9 +9,9 @@ from statistics import fmean
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from fedvlm.folder import RunFolder
-from fedvlm.records import value_of
+from fedvlm.core.records import value_of
 from fedvlm.report.figures import LIGHT, Picture, Theme, settled, styled
+from fedvlm.training.folder import RunFolder
 
 SIZE = 3.4  # inches of a panel
 Group = Sequence[RunFolder]  # runs of one row on one data set

@@ -15,20 +15,7 @@ import numpy as np
 from fedvlm.report.answers import VIEWS, Answers
 from fedvlm.report.axes import Drawn, End, name_curves, room
 from fedvlm.report.figures import shorten, spaced
-from fedvlm.report.svg import (
-    BOTTOM,
-    COLOURS,
-    HEIGHT,
-    TOP,
-    WIDTH,
-    Chart,
-    Scale,
-    chart,
-    colour,
-    element,
-    linear,
-    thinned,
-)
+from fedvlm.report.svg import BOTTOM, COLOURS, HEIGHT, TOP, WIDTH, Chart, Scale, chart, colour, element, linear, thinned
 
 BINS = 10
 FEW = 5  # images of a bin that say nothing

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import NamedTuple
 
-from fedvlm import catalogue
-from fedvlm.folder import RunFolder
-from fedvlm.records import UPDATE, UPDATE_MEANING, PartRecord, RoundRecord, RunRecord
+from fedvlm.config import catalogue
+from fedvlm.core.records import UPDATE, UPDATE_MEANING, PartRecord, RoundRecord, RunRecord
+from fedvlm.training.folder import RunFolder
 
 
 class Effect(NamedTuple):

@@ -16,9 +16,9 @@ from fedvlm.data.images import BadImage, decode
 from fedvlm.data.pool import Pools
 from fedvlm.data.source import Source
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import target
-from fedvlm.folder import RunFolder
+from fedvlm.evaluation.protocols import target
 from fedvlm.report.answers import Answers
+from fedvlm.training.folder import RunFolder
 
 SIDE = 72  # pixels of a thumbnail
 MOST_IMAGES = 400  # of a page: about a megabyte

@@ -13,7 +13,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fedvlm.folder import RunFolder
 from fedvlm.report.figures import (
     LIGHT,
     Line,
@@ -28,6 +27,7 @@ from fedvlm.report.figures import (
     styled,
     write,
 )
+from fedvlm.training.folder import RunFolder
 
 PERCENTILES = np.linspace(0, 100, 101)
 SMALLEST = 1e-12  # variances are drawn as logarithms

@@ -23,11 +23,11 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from fedvlm import files
-from fedvlm.evaluate.protocols import by_seed, is_base_to_novel
-from fedvlm.folder import RunFolder
-from fedvlm.records import MEASURES, RoundRecord, RunRecord, Scores
+from fedvlm.core.records import MEASURES, RoundRecord, RunRecord, Scores
+from fedvlm.evaluation.protocols import by_seed, is_base_to_novel
 from fedvlm.report.tables import FROZEN, grouped
+from fedvlm.system import files
+from fedvlm.training.folder import RunFolder
 
 GAIN_TITLE = "gain over the frozen model"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

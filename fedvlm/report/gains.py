@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedvlm.report.table import SeedScores, Table
+from fedvlm.system.table import SeedScores, Table
 
 ENOUGH = 2  # standard errors
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from fedvlm import folder
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
 from fedvlm.report.page import Options, html
+from fedvlm.training import folder
+from fedvlm.training.folder import RunFolder
 
 LOOPBACK = "127.0.0.1"
 WATCHED = ("run.json", "rounds.jsonl")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedvlm.evaluate.protocols import row, target
-from fedvlm.records import RunRecord
+from fedvlm.core.records import RunRecord
+from fedvlm.evaluation.protocols import row, target
 from fedvlm.report.tables import DASH, Groups
 
 MOST_COLUMNS = 24  # of a matrix; wider ones are unreadable and left out

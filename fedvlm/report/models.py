@@ -1,7 +1,7 @@
 """Pictures of trained models, one panel for each run: what a run's record does not hold is computed from its models.
 
 A picture of another kind is a file beside this one with a function panel(ax, model, theme), and its name in
-reproduce/manifest.py (FIGURES)."""
+studies/papers/manifest.py (FIGURES)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fedvlm.core import SPLITS, Data, Params, with_client_axis
+from fedvlm.core.copies import COPY, STARTED
+from fedvlm.core.data import SPLITS, Data
+from fedvlm.core.state import Params, with_client_axis
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.finished import Finished
-from fedvlm.local.copies import COPY, STARTED
-from fedvlm.metrics.loss import Loss
+from fedvlm.parts.metrics.loss import Loss
+from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import LIGHT, Picture, Theme, settled, styled
-from fedvlm.steps.predict import one_model, sums
+from fedvlm.rounds.steps.predict import one_model, sums
 
 Panel = Callable[[Axes, Finished, Theme], None]
 SIZE = 3.4  # inches of a panel

@@ -6,14 +6,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fedvlm.core.detection import auroc
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.finished import Finished, test_rows
-from fedvlm.folder import RunFolder
-from fedvlm.metrics.detection import auroc
+from fedvlm.predict.finished import Finished, test_rows
 from fedvlm.report.axes import Drawn
 from fedvlm.report.svg import chart, colour
-from fedvlm.steps.score import detection_scores
+from fedvlm.rounds.steps.score import detection_scores
+from fedvlm.training.folder import RunFolder
 
 BINS = 20
 SCORE = "mcm"  # the largest probability

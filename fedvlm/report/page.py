@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedvlm import files
+from fedvlm.core.records import MEASURES, DataRecord, RunRecord, value_of
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import is_base_to_novel, target
-from fedvlm.folder import RunFolder
-from fedvlm.records import MEASURES, DataRecord, RunRecord, value_of
+from fedvlm.evaluation.protocols import is_base_to_novel, target
 from fedvlm.report import charts
 from fedvlm.report.answers import answers
 from fedvlm.report.axes import Drawn, indexed
@@ -29,7 +27,6 @@ from fedvlm.report.gains import against
 from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent
 from fedvlm.report.sent import sent
 from fedvlm.report.snapshot import Snapshot
-from fedvlm.report.table import Table
 from fedvlm.report.tables import (
     DASH,
     Groups,
@@ -42,7 +39,10 @@ from fedvlm.report.tables import (
     split_sizes,
     summarise,
 )
-from fedvlm.units import size
+from fedvlm.system import files
+from fedvlm.system.table import Table
+from fedvlm.system.units import size
+from fedvlm.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from fedvlm.folder import RunFolder
-from fedvlm.ledger import RECEIVED, Entry, entries
+from fedvlm.federation.ledger import RECEIVED, Entry, entries
+from fedvlm.training.folder import RunFolder
 
 SHOWN = 6  # tensors that are named
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from fedvlm.adapters.base import TEXT_FEATURES, class_vectors
-from fedvlm.evaluate.finished import Finished
+from fedvlm.core.adapter import TEXT_FEATURES, class_vectors
+from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
 from fedvlm.report.models import as_shared, shared_features
 

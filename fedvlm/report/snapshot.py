@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from fedvlm.folder import RunFolder
-from fedvlm.records import Result, RoundRecord, RunRecord
+from fedvlm.core.records import Result, RoundRecord, RunRecord
+from fedvlm.training.folder import RunFolder
 
 
 class Snapshot(RunFolder):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from fedvlm.evaluate.finished import Finished
+from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
 from fedvlm.report.models import client_models, flat, held_out, loss, one_row, unflat
 

@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from fedvlm.config import binding
+from fedvlm.config.config import binding
+from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
-from fedvlm.folder import RunFolder
-from fedvlm.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
+from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.report.gains import best
-from fedvlm.report.table import SeedScores, Table
+from fedvlm.system.table import SeedScores, Table
+from fedvlm.training.folder import RunFolder
 
 METRICS = ("G", "S", "P", "C")
 FROZEN = "zero-shot"  # the method that is the frozen model

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluate.finished import Finished
+from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
 from fedvlm.report.models import held_out, shared_features
 

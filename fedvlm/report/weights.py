@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from fedvlm.evaluate.finished import Finished
+from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
 from fedvlm.report.models import client_models, flat, loss, of_clients, trained, unflat
 

@@ -7,9 +7,9 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedvlm import files
-from fedvlm.report.table import Table
 from fedvlm.report.tables import ALL_METRICS, DASH, PROTOCOL_METRICS, TENTHS
+from fedvlm.system import files
+from fedvlm.system.table import Table
 
 
 def write_csv(tables: Mapping[str, Table], path: Path) -> None:

@@ -121,7 +121,7 @@ class Trials:
     """Runs of a few rounds with private rows, on data that no encoder has to read; all in one folder."""
 
     def __init__(self, folder: Path):
-        from fedvlm.config import resolve
+        from fedvlm.config.config import resolve
         from fedvlm.data.embeddings import write_embeddings
         from fedvlm.data.pool import Pools
 
@@ -143,7 +143,7 @@ class Trials:
         self.bytes = disk.used  # that a whole run writes
 
     def run(self, folder: Path) -> Any:
-        from fedvlm.train import train
+        from fedvlm.training.train import train
 
         return train(self.setup, self.pool, folder)
 
@@ -167,7 +167,7 @@ class Trials:
         return told.stderr, self.differences(folder)
 
     def differences(self, folder: Path) -> list[str]:
-        from fedvlm.folder import RunFolder
+        from fedvlm.training.folder import RunFolder
 
         run, whole = RunFolder(folder), self.whole
         found = [n for n in COMPARED if (folder / n).read_bytes() != (whole.folder / n).read_bytes()]

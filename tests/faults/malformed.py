@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fedvlm.core import Params
-from fedvlm.engines import wire
-from fedvlm.engines.wire import Header
-from fedvlm.schema import Schema
+from fedvlm.core.schema import Schema
+from fedvlm.core.state import Params
+from fedvlm.federation import wire
+from fedvlm.federation.wire import Header
 
 Parts = dict[str, Params]
 ODD = [0, -1, 2**63, 1e308, -1e308, None, True, "x" * 300, "\x1b[2J\nround 9: forged", [], {}, [[[]]], "NaN", 1.5]

@@ -12,14 +12,15 @@ import torch
 from helpers import scores, train_small
 from torch.nn import functional as F
 
-from fedvlm import parts, train
-from fedvlm.adapters.base import Task
-from fedvlm.config import Setup, resolve
+from fedvlm import parts
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.adapter import Task
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import NO_DOMAIN, Item, Source
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.guard import Guard
+from fedvlm.rounds.guard import Guard
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 CLASSES, EACH, ROUNDS, MARGIN = "abcde", 200, 8, 0.05
 REFUSED = ("n = 1e30, update × −1", "n = −0.99 × the others' sum", "all weights NaN", "scores 3,831,417 right answers")

@@ -10,13 +10,13 @@ import torch
 from helpers import scores
 from safetensors.torch import save_file
 
-from fedvlm.config import Setup, resolve
+from fedvlm.config.config import Setup, resolve
+from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.planning import Job
-from fedvlm.processes import run_all
-from fedvlm.records import RoundRecord
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planning import Job
+from fedvlm.training.processes import run_all
 
 DEADLY = '''"""Dies while it trains, in the middle of a record on the pipe to its parent."""
 import gc
@@ -24,7 +24,7 @@ import os
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from fedvlm.local.sgd import Sgd
+from fedvlm.parts.local.sgd import Sgd
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ import torch
 from fullness import Disk, Killed, Trials, enlarge, read_only, small_file_system
 from helpers import train_small
 
-from fedvlm import catalogue, files, machine, train
 from fedvlm.cli import main
-from fedvlm.config import resolve
+from fedvlm.config import catalogue
+from fedvlm.config.config import resolve
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
+from fedvlm.system import files, machine
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 MODES = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
 
@@ -69,7 +71,7 @@ def test_stopped_in_the_first_write_the_same_command_starts_again(trials, tmp_pa
 def test_the_code_of_ones_own_parts_is_written_again_as_a_whole(trials, tmp_path):
     idea, run = tmp_path / "idea.py", tmp_path / "run"
     idea.write_text(
-        '"""An adapter."""\nfrom dataclasses import dataclass\nfrom fedvlm.adapters.head import Head\n\n\n'
+        '"""An adapter."""\nfrom dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\n\n\n'
         "@dataclass(frozen=True)\nclass Idea(Head):\n    pass\n" + "# a longer file\n" * 100
     )
     setup = resolve("fedavg", {"data": trials.setup.config.data, "adapter": str(idea), "rounds": 1})
@@ -291,7 +293,11 @@ def test_a_link_stays_and_devices_can_be_written(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "after"
     files.write(Path(os.devnull), "x")
     assert not Path(os.devnull).is_file()
-    words = [sys.executable, "-c", "import pathlib, fedvlm.files as f; f.write(pathlib.Path('/dev/stdout'), 'seen')"]
+    words = [
+        sys.executable,
+        "-c",
+        "import pathlib, fedvlm.system.files as f; f.write(pathlib.Path('/dev/stdout'), 'seen')",
+    ]
     with (tmp_path / "out").open("wb") as out:  # of which nobody may take the place
         subprocess.run(words, stdout=out, check=True)
         assert os.fstat(out.fileno()).st_nlink == 1 and (tmp_path / "out").read_text() == "seen"

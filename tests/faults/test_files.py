@@ -21,8 +21,8 @@ from fedvlm.data.images import Unreadable, decode
 from fedvlm.data.pool import image_pool, with_outsiders
 from fedvlm.data.source import open_outsiders, open_source
 from fedvlm.errors import FedvlmError
-from fedvlm.machine import cores
-from fedvlm.names import file_name
+from fedvlm.system.machine import cores
+from fedvlm.system.names import file_name
 
 
 class Colours:

@@ -12,21 +12,22 @@ from helpers import random_data, random_task, same, train_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedvlm import train
-from fedvlm.adapters.head import Head
-from fedvlm.core import Cohort, Reply, State
-from fedvlm.engines import wire
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.schema import Field, Schema
+from fedvlm.core.state import Reply, State
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, NoQuorum, VoidRound
-from fedvlm.folder import RunFolder
-from fedvlm.guard import Guard
-from fedvlm.local.sgd import Sgd
-from fedvlm.merge.classwise import Classwise
-from fedvlm.merge.mean import Mean
-from fedvlm.method import Method
-from fedvlm.metrics.ece import Ece
-from fedvlm.metrics.macro_f1 import MacroF1
-from fedvlm.schema import Field, Schema
+from fedvlm.federation import wire
+from fedvlm.parts.adapters.head import Head
+from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts.merge.classwise import Classwise
+from fedvlm.parts.merge.mean import Mean
+from fedvlm.parts.metrics.ece import Ece
+from fedvlm.parts.metrics.macro_f1 import MacroF1
+from fedvlm.rounds.guard import Guard
+from fedvlm.rounds.method import Method
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 ABLE = np.array([0, 1, 2, 3, 4])
 NAMES = tuple("abcdef")
@@ -171,8 +172,8 @@ def test_the_bound_may_be_switched_off_and_needs_three_clients():
 
 def test_a_large_cohort_is_bounded_without_holding_all_of_it(monkeypatch):
     """The median is then that of the replies that fit into memory."""
-    monkeypatch.setattr("fedvlm.guard.HELD_BYTES", 1)
-    monkeypatch.setattr("fedvlm.guard.HELD_CLIENTS", 3)
+    monkeypatch.setattr("fedvlm.rounds.guard.HELD_BYTES", 1)
+    monkeypatch.setattr("fedvlm.rounds.guard.HELD_CLIENTS", 3)
     method, data = method_and_data()
     guard = guard_for(method, data)
     lying = Lying(Stacked(method, data, 1), stretched(-30), liar=4)

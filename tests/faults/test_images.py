@@ -22,10 +22,10 @@ from PIL import Image
 from safetensors.numpy import load as unpacked
 from safetensors.numpy import save as packed
 
-from fedvlm.backbones import server
 from fedvlm.backbones.http import Endpoint
-from fedvlm.backbones.server import serve
+from fedvlm.data import encode_server as server
 from fedvlm.data import images
+from fedvlm.data.encode_server import serve
 from fedvlm.data.images import BadImage, Unreadable, decode
 from fedvlm.data.objects import as_image
 from fedvlm.data.pool import image_pool

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from fedvlm import doctor, recipe
-from fedvlm.cli import main
-from fedvlm.commands.completion import complete
+from fedvlm.cli import doctor, main
+from fedvlm.cli.commands.completion import complete
+from fedvlm.config import recipe
 from fedvlm.errors import FedvlmError
 
 

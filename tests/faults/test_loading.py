@@ -19,19 +19,22 @@ from helpers import small_setup, train_small
 from safetensors.torch import load_file, save_file
 
 import fedvlm
-from fedvlm import backbones, own, trust
+from fedvlm import backbones
 from fedvlm.backbones import http
 from fedvlm.cli import main
+from fedvlm.config import trust
+from fedvlm.core.records import LARGEST, ExportRecord, RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.export.folder import export
-from fedvlm.folder import RunFolder
-from fedvlm.records import LARGEST, ExportRecord, RunRecord
+from fedvlm.parts import own
+from fedvlm.predict.export.folder import export
+from fedvlm.system import allowed
+from fedvlm.training.folder import RunFolder
 
 CODE = {
-    "adapter": "from fedvlm.adapters.rotation import Rotation\n\n\nclass Mine(Rotation):\n    pass\n",
-    "local": "from fedvlm.local.sgd import Sgd\n\n\nclass Mine(Sgd):\n    pass\n",
-    "merge": "from fedvlm.merge.mean import Mean\n\n\nclass Mine(Mean):\n    pass\n",
-    "metric-mine": "from fedvlm.metrics.macro_f1 import MacroF1\n\n\nclass Mine(MacroF1):\n    pass\n",
+    "adapter": "from fedvlm.parts.adapters.rotation import Rotation\n\n\nclass Mine(Rotation):\n    pass\n",
+    "local": "from fedvlm.parts.local.sgd import Sgd\n\n\nclass Mine(Sgd):\n    pass\n",
+    "merge": "from fedvlm.parts.merge.mean import Mean\n\n\nclass Mine(Mean):\n    pass\n",
+    "metric-mine": "from fedvlm.parts.metrics.macro_f1 import MacroF1\n\n\nclass Mine(MacroF1):\n    pass\n",
     "engine": "from fedvlm.engines.serial import Serial\n\n\nclass Mine(Serial):\n    pass\n",
 }
 
@@ -51,10 +54,10 @@ def exported(done, tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def stranger(tmp_path, monkeypatch) -> Path:
     """As if this user had never run anything; returns where trust is remembered."""
-    monkeypatch.setattr(trust, "_given", set())
-    monkeypatch.setattr(trust, "memory", lambda: tmp_path / "trusted")
+    monkeypatch.setattr(allowed, "_given", set())
+    monkeypatch.setattr(allowed, "memory", lambda: tmp_path / "trusted")
     monkeypatch.delenv("FEDVLM_TOKEN", raising=False)
-    monkeypatch.delenv(trust.HOSTS, raising=False)
+    monkeypatch.delenv(allowed.HOSTS, raising=False)
     return tmp_path / "trusted"
 
 
@@ -205,7 +208,7 @@ def test_a_module_that_cannot_be_found_is_never_remembered(tmp_path):
     for name in ("python:sys:encode", "python:no_such_module:encode", f"python:{tmp_path}/none.py:encode"):
         (need,) = trust.backbone_needs(name)
         trust.remember_backbone(name)
-        assert need.mark == () and not trust.known(need)
+        assert need.mark == () and not allowed.known(need)
     (need,) = trust.backbone_needs("python:json.decoder:encode")
     assert "json.decoder" in sys.modules and need.mark
 
@@ -265,19 +268,19 @@ def test_an_address_in_a_folder_is_not_contacted_and_gets_no_token(
     assert provider.asked == []
     for words in (["predict", str(run), picture], ["resume", str(run)], ["predict", str(folder), picture]):
         err = said([*words, "--trust"], capsys)
-        assert "no token was sent" in err and f"{trust.HOSTS}=127.0.0.1:{provider.port}" in err
+        assert "no token was sent" in err and f"{allowed.HOSTS}=127.0.0.1:{provider.port}" in err
     assert len(provider.asked) == 3 and all("Authorization" not in headers for headers in provider.asked)
 
 
 def test_the_token_goes_to_hosts_that_the_user_gave(provider, model, images, monkeypatch, capsys):
     monkeypatch.setenv("FEDVLM_TOKEN", "secret")
-    monkeypatch.setenv(trust.HOSTS, f"example.org, 127.0.0.1:{provider.port + 1}")
+    monkeypatch.setenv(allowed.HOSTS, f"example.org, 127.0.0.1:{provider.port + 1}")
     with pytest.raises(FedvlmError, match="no token was sent"):
         backbones.load(provider.url)  # the same host on another port is another host
-    monkeypatch.setenv(trust.HOSTS, f"example.org, 127.0.0.1:{provider.port}")
+    monkeypatch.setenv(allowed.HOSTS, f"example.org, 127.0.0.1:{provider.port}")
     with pytest.raises(FedvlmError, match="set the environment variable FEDVLM_TOKEN"):
         backbones.load(provider.url)
-    monkeypatch.delenv(trust.HOSTS)
+    monkeypatch.delenv(allowed.HOSTS)
     said(["run", "fedavg", f"data={images}", f"backbone={provider.url}"], capsys)
     with pytest.raises(FedvlmError, match="401"):
         fedvlm.load(model(backbone__name=provider.url))  # known from now on
@@ -299,10 +302,10 @@ def test_the_token_goes_to_hosts_that_the_user_gave(provider, model, images, mon
 )
 def test_an_address_is_read_in_one_way_only(url, wanted):
     if wanted:
-        assert trust.origin(url) == wanted
+        assert allowed.origin(url) == wanted
     else:
         with pytest.raises(FedvlmError, match="not an address"):
-            trust.origin(url)
+            allowed.origin(url)
 
 
 def test_a_provider_that_drips_is_late_as_a_whole(monkeypatch):
@@ -367,7 +370,7 @@ def test_what_the_user_ran_needs_no_word(images, picture, tmp_path, stranger, mo
     words = ["run", "fedavg", f"adapter={tmp_path / 'idea.py'}", f"data={images}", "unseen=noto", "rounds=1"]
     assert main([*words, f"out={tmp_path / 'run'}"]) == 0
     assert {p.stat().st_mode & 0o777 for p in stranger.iterdir()} <= {0o600, 0o666}  # Windows has no such modes
-    monkeypatch.setattr(trust, "_given", set())  # as in another process
+    monkeypatch.setattr(allowed, "_given", set())  # as in another process
     (tmp_path / "idea.py").unlink()
     edited(tmp_path / "run", result=None)
     assert main(["resume", str(tmp_path / "run")]) == 0 and main(["predict", str(tmp_path / "run"), picture]) == 0
@@ -388,7 +391,7 @@ def test_a_memory_that_cannot_be_used_is_no_obstacle(images, picture, tmp_path, 
         "fedavg", adapter=str(tmp_path / "idea.py"), data=images, unseen="noto", rounds=1, out=tmp_path / "run"
     )
     assert run.predict(picture)  # in this process it is known
-    monkeypatch.setattr(trust, "_given", set())
+    monkeypatch.setattr(allowed, "_given", set())
     with pytest.raises(FedvlmError, match="would run code"):
         run.predict(picture)
 
@@ -396,12 +399,12 @@ def test_a_memory_that_cannot_be_used_is_no_obstacle(images, picture, tmp_path, 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs owners of files")
 def test_what_another_user_remembered_does_not_count(images, monkeypatch):
     trust.remember(small_setup(images))
-    need = trust.path_need("data", str(images))
-    monkeypatch.setattr(trust, "_given", set())
-    assert trust.known(need)
+    need = allowed.path_need("data", str(images))
+    monkeypatch.setattr(allowed, "_given", set())
+    assert allowed.known(need)
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    assert not trust.known(need)
+    assert not allowed.known(need)
 
 
 def test_code_is_written_beside_no_other_code(tmp_path):

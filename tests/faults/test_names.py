@@ -12,13 +12,14 @@ from helpers import train_small
 from PIL import Image
 from rich.console import Console
 
-from fedvlm import console, predictor
 from fedvlm.backbones import objects
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.names import RESERVED, file_name, printable
-from fedvlm.report.table import Table
+from fedvlm.predict import predictor
+from fedvlm.system import console
+from fedvlm.system.names import RESERVED, file_name, printable
+from fedvlm.system.table import Table
+from fedvlm.training.folder import RunFolder
 
 HOSTILE = [
     "../../../x",
@@ -148,8 +149,8 @@ def test_classes_domains_and_files_with_long_names_run(images, tmp_path, capsys)
 
 
 def test_masks_of_files_with_long_names(monkeypatch, tmp_path):
-    from fedvlm.commands import predict
-    from fedvlm.tasks import SEGMENTATION
+    from fedvlm.cli.commands import predict
+    from fedvlm.core.tasks import SEGMENTATION
 
     class Model:
         def masks(self, paths: list[Path]) -> list[Image.Image]:

@@ -15,17 +15,18 @@ import pytest
 import torch
 from helpers import same, small_setup
 
-from fedvlm import train
-from fedvlm.core import Cohort
+from fedvlm.core.cohort import Cohort
 from fedvlm.data.pool import Pools
-from fedvlm.engines import loopback, wire
 from fedvlm.engines.base import Job
-from fedvlm.engines.loopback import Loopback
-from fedvlm.engines.wire import Header
-from fedvlm.engines.worker import Client
 from fedvlm.errors import FedvlmError
-from fedvlm.folder import RunFolder
-from fedvlm.guard import Guard
+from fedvlm.federation import wire
+from fedvlm.federation.engines import loopback
+from fedvlm.federation.engines.loopback import Loopback
+from fedvlm.federation.wire import Header
+from fedvlm.federation.worker import Client
+from fedvlm.rounds.guard import Guard
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder
 
 HANGS, DIES = "hangs", "dies"
 
@@ -172,7 +173,7 @@ def test_a_process_that_comes_back_late_writes_nothing(images, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="elsewhere the end of its channel ends a client")
 def test_a_client_ends_with_its_server():
     client = (
-        "import os\nparent = os.getppid()\nfrom fedvlm.engines.worker import end_with\n"
+        "import os\nparent = os.getppid()\nfrom fedvlm.federation.worker import end_with\n"
         "print('up', flush=True)\nend_with(parent)"
     )
     server = (

@@ -12,14 +12,16 @@ import pytest
 import torch
 from helpers import numbered
 
-from fedvlm import api, catalogue
+from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.config import Setup, resolve
-from fedvlm.core import with_client_axis
+from fedvlm.config import catalogue
+from fedvlm.config.config import Setup, resolve
+from fedvlm.config.keys import Key, keys_of
+from fedvlm.core.ranges import Range
+from fedvlm.core.state import with_client_axis
 from fedvlm.data.source import Item
 from fedvlm.errors import FedvlmError
-from fedvlm.keys import Key, Range, keys_of
-from fedvlm.planning import single_runs
+from fedvlm.training.planning import single_runs
 
 KNOWN = catalogue.load()
 PARTS = {kind: known for kind, known in KNOWN.parts.items() if kind != "engine"}

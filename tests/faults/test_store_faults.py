@@ -14,9 +14,9 @@ import torch
 from colours import BatchDependent, Colours, expected, small_store, write_images
 from fullness import Disk, read_only
 
-from fedvlm import catalogue
 from fedvlm.backbones.base import ViewFormat
 from fedvlm.cli import main
+from fedvlm.config import catalogue
 from fedvlm.data import encoding, store
 from fedvlm.data.source import Source, digest, open_source
 from fedvlm.data.store import View, features, listing, open_view, prune, text_embeddings

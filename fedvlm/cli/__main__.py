@@ -1,0 +1,8 @@
+"""`python -m fedvlm.cli`."""
+
+import sys
+
+from fedvlm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

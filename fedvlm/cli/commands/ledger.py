@@ -1,0 +1,94 @@
+"""`fedvlm ledger [FILE|FOLDER …] [--verify] [--compare RUN] [--csv FILE]`"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedvlm.cli.commands.output import write_rows
+from fedvlm.errors import FedvlmError
+from fedvlm.federation.ledger import RECEIVED, SENT, Entry, compare, entries, verify
+from fedvlm.system import console
+from fedvlm.system.machine import data_home
+
+COLUMNS = ["time", "run", "round", "step", "site", "tensors", "bytes", "sha256", "flags"]
+SHOWN = 3  # tensors of a message that are named on the screen
+NAMED = 18  # differences that are named
+
+
+def main(args: argparse.Namespace) -> None:
+    paths = find(args.ledgers)
+    if args.verify:
+        check(paths)
+    elif args.compare:
+        against(paths, Path(args.compare))
+    else:
+        show(paths, args.csv)
+
+
+def find(given: list[str]) -> list[Path]:
+    """The ledgers there: files, and those in folders or in the homes of sites below them (FEDERATION/SITE)."""
+    found: list[Path] = []
+    for name in given or [str(data_home())]:
+        path = Path(name).expanduser()
+        below = [p for pattern in (SENT, RECEIVED, f"*/{SENT}", f"*/*/{SENT}") for p in sorted(path.glob(pattern))]
+        if path.is_file():
+            below = [path]
+        if not below:
+            raise FedvlmError(f"{path}: there is no {SENT} or {RECEIVED}; give the home of a site, or a run's folder")
+        found += below
+    return found
+
+
+def check(paths: list[Path]) -> None:
+    faults = [(p, fault) for p in paths if (fault := verify(p))]
+    for path in paths:
+        if path not in dict(faults):
+            lines = list(entries(path))
+            last = f", the last hash {lines[-1].hash}" if lines else ""
+            console.line(f"{path}: every line is as it was written ({len(lines)} lines{last})")
+    if faults:
+        raise FedvlmError("\n".join(f"{p}, line {f.line}: {f.reason}" for p, f in faults))
+
+
+def against(paths: list[Path], run: Path) -> None:
+    received = run / RECEIVED if run.is_dir() else run
+    differences: list[str] = []
+    for path in paths:
+        for site in sorted({e.site for e in entries(path)}):
+            found = compare(path, received, site)
+            differences += [f"{site}: {d}" for d in found]
+            if not found:
+                console.line(f"{site}: the site's ledger and {received} agree")
+    if differences:
+        more = [f"and {len(differences) - NAMED} more"] if len(differences) > NAMED else []
+        raise FedvlmError("\n".join(["the two sides differ:", *differences[:NAMED], *more]))
+
+
+def show(paths: list[Path], csv: str | None) -> None:
+    found = [e for path in paths for e in entries(path)]
+    console.rows(COLUMNS, [row(e, SHOWN, 12) for e in found])
+    runs: dict[tuple[str, str], list[Entry]] = {}
+    for entry in found:
+        runs.setdefault((entry.run, entry.direction), []).append(entry)
+    for (run, direction), lines in runs.items():
+        total, steps = sum(e.bytes for e in lines), sorted({e.step for e in lines})
+        console.note(f"{run}: {len(lines)} messages {direction}, {total:,} bytes, steps {', '.join(steps)}")
+    if csv:
+        write_rows(csv, COLUMNS, [row(e) for e in found])
+
+
+def row(entry: Entry, most: int | None = None, digits: int | None = None) -> list[str]:
+    """With at most so many tensors and digits of the hash (None: all)."""
+    named = [f"{t.name}[{'×'.join(map(str, t.shape))}]" for t in entry.tensors[:most]]
+    more = len(entry.tensors) - len(named)
+    tensors = " ".join(named) + (f" and {more} more" if more else "")
+    at = f"{entry.round}.{entry.exchange}"
+    about = [entry.time, entry.run, at, entry.step, entry.site, tensors]
+    return [*about, str(entry.bytes), entry.sha256[:digits], flags(entry)]
+
+
+def flags(entry: Entry) -> str:
+    marks = [name for name in ("clipped", "noised", "masked") if getattr(entry, name)]
+    marks += [f"{name}: {text}" for name in ("refused", "note") if (text := getattr(entry, name))]
+    return ", ".join(marks)

@@ -1,0 +1,72 @@
+"""Tables on the screen and in files, as several commands print them."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedvlm import api
+from fedvlm.api import Runs
+from fedvlm.errors import FedvlmError
+from fedvlm.system import console, files
+
+if TYPE_CHECKING:
+    from fedvlm.data.pool import Pools
+    from fedvlm.training.planning import Job
+
+
+def run_and_show(
+    jobs: list[Job], at_once: int, pools: Pools, args: argparse.Namespace, notes: Sequence[str] = ()
+) -> Runs:
+    """Runs them and prints their table, with these notes; where some fail, the table of the others, and then the error."""
+    from fedvlm.training.processes import RunsFailed  # imports torch
+
+    try:
+        runs = Runs(api.execute(jobs, at_once, pools).members, notes)
+    except RunsFailed as error:
+        if error.finished:
+            write_table(Runs([api.Run(folder) for folder in error.finished], notes), args)
+        raise
+    show_table(runs, args)
+    return runs
+
+
+def show_table(runs: Runs, args: argparse.Namespace) -> None:
+    """The table of these runs; an error where most rounds of a run changed nothing."""
+    write_table(runs, args)
+    mostly_void = [r for r in runs if r.record.result and 2 * r.record.result.void > len(r.rounds) - 1]
+    if mostly_void:
+        raise FedvlmError(
+            f"{len(mostly_void)} of {len(runs)} runs are no result: more than half of their rounds changed nothing (the "
+            f"first: {mostly_void[0].folder}); `void` in its rounds.jsonl says why"
+        )
+
+
+def write_table(runs: Runs, args: argparse.Namespace) -> None:
+    """On the screen, a table for each data set, and to the files that --csv and --latex ask for."""
+    from fedvlm.report.gains import against
+    from fedvlm.report.written import latex, write_csv
+
+    tables = runs.tables(getattr(args, "select", "last"), getattr(args, "fair", False))
+    for title, table in tables.items():
+        if len(tables) > 1:
+            console.line(title, "bold")
+        console.show(table)
+        if len(tables) > 1:
+            for verdict in against(table):
+                console.note(verdict)
+            console.line("")
+    if getattr(args, "csv", None):
+        write_csv(tables, Path(args.csv))
+    if getattr(args, "latex", None):
+        files.write(Path(args.latex), latex(tables) + "\n")
+
+
+def write_rows(path: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    out = io.StringIO(newline="")
+    csv.writer(out).writerows([columns, *rows])
+    files.write(Path(path), out.getvalue(), advice="give another file")

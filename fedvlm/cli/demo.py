@@ -1,0 +1,48 @@
+"""`fedvlm demo`: what federated adaptation gains over the frozen model, on real images that come with the package.
+
+Emoji in seven drawing styles; each style is a client, and each in turn is held out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedvlm.errors import FedvlmError
+from fedvlm.system import console
+
+if TYPE_CHECKING:
+    from fedvlm.training.folder import RunFolder
+
+METHODS = ("zero-shot", "fedavg", "fedclip", "fedot", "moments")
+DEFAULTS = {
+    "data": "emoji",
+    "protocol": "leave-one-domain-out",
+    "seeds": "50,77,98",
+    "rounds": "10",
+    "evaluate": "2",
+    "out": "runs/demo",
+}
+
+
+def conclude(runs: list[RunFolder], picture: Path) -> None:
+    """Prints the comparison with the frozen model in words, writes a figure and the page, and says how to open it."""
+    from fedvlm.report import figures, gains, tables
+    from fedvlm.report.page import Options, page
+
+    for verdict in gains.against(tables.summarise(runs)):
+        console.out.print(verdict, markup=False)
+    figures.figure(runs, picture)
+    folder = picture.parent
+    written = folder / "demo.html"
+    shown = f"page: {written.resolve().as_uri()} (open it in a browser) · "
+    try:
+        public = all(r.record.config.get("data") == DEFAULTS["data"] for r in runs)  # not a folder that the user gave
+        page(runs, written, Options(details=True, images=public))
+    except FedvlmError as error:  # without jinja2
+        shown = f"no page: {error}\n"
+    console.out.print(f"{shown}figure: {picture} · runs: {folder}", markup=False)
+    console.out.print(
+        f"next: fedvlm predict {runs[-1].folder} IMAGE · fedvlm report {folder} · fedvlm run fedot data=FOLDER --dry",
+        markup=False,
+    )

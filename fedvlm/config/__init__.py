@@ -1,0 +1,1 @@
+"""From what a user gives (keys, recipes, files) to the setup of a run."""

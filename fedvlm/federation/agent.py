@@ -1,0 +1,254 @@
+"""A site's part in one run: it opens the site's own data, encodes them with the site's own backbone, and answers steps.
+`python -m fedvlm.federation.agent HOME RUN PARENT`; requests and answers are frames on its standard input and output.
+
+What leaves is checked against the site's own rules (rules.py) and written down in its ledger first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import fedvlm
+from fedvlm import backbones
+from fedvlm.backbones.base import Backbone
+from fedvlm.config import trust
+from fedvlm.config.config import Setup
+from fedvlm.core.records import RunRecord, build, parsed, read_text
+from fedvlm.core.state import Params, State
+from fedvlm.data.clients import own_data
+from fedvlm.data.pool import Pool, assemble, task_of
+from fedvlm.data.source import Source, open_source
+from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.federation import ledger
+from fedvlm.federation.plan import (
+    BEGIN,
+    FINISH,
+    LOOK,
+    Agreed,
+    Hello,
+    Plan,
+    Ready,
+    code_fingerprint,
+    packed,
+    text_of,
+    unpacked,
+)
+from fedvlm.federation.rules import Rules
+from fedvlm.federation.secret import secret
+from fedvlm.federation.wire import Channel, Header, pack, receive, send, unpack
+from fedvlm.federation.worker import Client, ClientRecord, end_with, write_folder
+from fedvlm.rounds.method import Method
+from fedvlm.system import files
+from fedvlm.system.names import file_name
+from fedvlm.training.folder import RunFolder
+
+SITE, PROGRESS = "site.json", "progress"
+
+
+@dataclass(frozen=True)
+class Home:
+    """site.json in a site's home, as `fedvlm join` writes it."""
+
+    site: str
+    federation: str
+    data: str
+    backbone: str
+    rules: str = ""
+
+    @classmethod
+    def read(cls, home: Path) -> Home:
+        try:
+            return build(cls, parsed(read_text(home / SITE)))
+        except (OSError, ValueError) as error:
+            raise FedvlmError(f"{home / SITE}: {error}; start the site with `fedvlm join`") from error
+
+
+class Agent:
+    def __init__(self, home: Path, run: str):
+        """`run`: the name of a folder below home/runs, which holds this site's part of a run."""
+        self.home, self.about = home, Home.read(home)
+        self.rules = Rules.read(self.about.rules)
+        self.folder = home / "runs" / file_name(run)
+        self.ledger = ledger.Ledger(home / ledger.SENT)
+        self.client: Client | None = None
+
+    @property
+    def place(self) -> Path:
+        """The client's folder, inside the run's."""
+        return self.folder / "clients" / file_name(self.about.site)
+
+    def answer(self, request: Request) -> bytes:
+        """The bytes that leave."""
+        header, parts = request.header, request.parts
+        try:
+            if request.error:
+                raise request.error
+            if header.step == LOOK:
+                return self.told(header, packed(self.look(unpacked(Plan, parts))))
+            if header.step == BEGIN:
+                return self.told(header, packed(self.begin(unpacked(Agreed, parts))))
+            if header.step == FINISH:
+                return self.told(header, self.finish(header, parts))
+            self.rules.check_step(header.step)
+            if self.client is None:  # a new process: the rules may have changed since the run began
+                self.check(self.plan().setup())
+                self.client = Client(self.place)
+            self.rules.check_privacy(header.step, self.client.method.privacy is not None)
+            done = Header(ticket=header.ticket, ledger=str(self.ledger.head))
+            done, found = self.client.step(header, parts, done)
+            answer = pack(done, found)
+            self.rules.check_answer(answer)
+            return self.client.noted(header, done, answer)
+        except Exception as error:  # the text may hold data or a path: then only its type leaves
+            text = str(error)
+            if not isinstance(error, FedvlmError) or "/" in text or "\\" in text:
+                print(f"{header.step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                text = f"{type(error).__name__} (the site's log says more)"
+            return self.told(header, {}, text)
+
+    def told(self, asked: Header, parts: dict[str, Params], error: str = "") -> bytes:
+        """An answer of the site itself, in the ledger."""
+        done = Header(ticket=asked.ticket, error=error, ledger=str(self.ledger.head))
+        frame = pack(done, parts)
+        line = ledger.Sent(self.folder.name, self.about.site, asked.step, asked.round, asked.exchange, refused=error)
+        self.ledger.append(ledger.line_of(frame, line))
+        return frame
+
+    def look(self, plan: Plan) -> Hello:
+        if plan.federation != self.about.federation or self.about.site not in plan.sites:
+            raise FedvlmError(
+                f"the plan is for {plan.federation}, and this is {self.about.site} of {self.about.federation}"
+            )
+        if (plan.version, plan.code) != (fedvlm.__version__, code_fingerprint()):
+            raise FedvlmError(
+                f"fedvlm here is {fedvlm.__version__} ({code_fingerprint()}), and the run is made with {plan.version} "
+                f"({plan.code}); install the same version everywhere"
+            )
+        setup = plan.setup()
+        self.check(setup)
+        source, setup = self.source(setup), self.own_setup(setup)
+        if source.task_type is not setup.adapter.task_type:
+            raise FedvlmError(f"the data here are {source.task_type.description}, and the run learns something else")
+        files.private_folder(self.folder)
+        files.write(self.folder / "plan.json", json.dumps(asdict(plan)), private=True)
+        mark = "none" if setup.adapter.view == "text" else self.backbone.fingerprint
+        return Hello(fedvlm.__version__, code_fingerprint(), mark, list(source.classes), source.task_type.description)
+
+    def plan(self) -> Plan:
+        """As it was told with look."""
+        return build(Plan, parsed(read_text(self.folder / "plan.json")))
+
+    def check(self, setup: Setup) -> None:
+        """An error where this site's rules do not allow such a run."""
+        self.rules.check_run(setup.method.name, setup.parts["merge"].name, setup.config, setup.merge.reveals)
+
+    def begin(self, agreed: Agreed) -> Ready:
+        """Encodes and splits the site's own data; features are stored, so that a second time is quick."""
+        plan = self.plan()
+        setup = plan.setup()
+        self.rules.check_cohort(agreed)
+        own = self.own_setup(setup)
+        source = self.source(setup)
+        if odd := sorted(set(source.classes) - set(agreed.classes)):
+            raise FedvlmError(f"there are {len(odd)} classes here that the others do not have, such as {odd[0]}")
+        pool = assemble(own, self.progress)
+        if setup.adapter.view != "text":
+            task = task_of(self.backbone, agreed.classes, own.config.template, own.adapter.requires)
+            pool = replace(pool, task=task._replace(nouns=tuple(agreed.nouns)))
+        if reason := own.adapter.incompatible(pool.x.shape[1:]):
+            raise FedvlmError(f"this site's backbone does not go with adapter={plan.adapter.name}: {reason}")
+        data = replace(
+            own_data(pool, own.config, own.config.seed, agreed.classes, agreed.id), rounds=max(1, own.config.rounds)
+        )
+        method = Method.build(own.adapter, own.local, own.merge, pool.task, own.config.seed, own.metrics)
+        about = ClientRecord(
+            run=self.folder.name,
+            name=self.about.site,
+            backbone=self.about.backbone,
+            threads=own.config.threads,
+            privacy=agreed.privacy,
+            secret=secret(self.home, f"noise {agreed.identity}").hex(),
+            ledger=str(self.home / ledger.SENT),
+            withheld=not self.rules.counts,
+            secure=own.config.secure,
+            smallest=self.rules.smallest_cohort,
+        )
+        write_folder(self.place, about, setup, pool.task, data, method.newcomer)
+        self.client = Client(self.place)
+        counts = [int(n) for n in (data.bounds[0, 1:] - data.bounds[0, :-1])]
+        told = counts if self.rules.counts else [min(1, n) for n in counts]
+        return Ready(told, self.mark(pool), sorted(pool.extras), len(pool.skipped))
+
+    def finish(self, header: Header, parts: dict[str, Params]) -> dict[str, Params]:
+        """The finished run with the shared model, so that this site can use it with its own private part."""
+        try:
+            record = RunRecord.from_json(text_of(parts))
+        except ValueError as error:
+            raise BadMessage(f"the finished run is not readable: {error}") from error
+        config = record.config | {"data": self.about.data, "backbone": self.about.backbone}
+        files.write(self.folder / "run.json", replace(record, config=config).to_json())
+        state = {kind: parts.get(f"state-{kind}", {}) for kind in State._fields}
+        RunFolder(self.folder).save(State(**state), header.round)
+        return {}
+
+    def source(self, setup: Setup) -> Source:
+        config = setup.config
+        return open_source(self.about.data, config.group, 0, config.stride)
+
+    def own_setup(self, setup: Setup) -> Setup:
+        """The run's setup with what is this site's own."""
+        if setup.config.outsiders:
+            raise FedvlmError("outsiders= is a folder of who asks, and sites open only their own; leave it out")
+        own = {"data": self.about.data, "backbone": self.about.backbone, "names": "", "split_file": ""}
+        return setup.with_(**own, domains=0, unseen=(), partition="auto")
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        trust.remember_backbone(self.about.backbone)
+        return backbones.load(self.about.backbone)
+
+    def progress(self, done: int, total: int) -> None:
+        shown = (done, total) if self.rules.counts else (100 * done // max(1, total), 100)
+        files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}")
+
+    def mark(self, pool: Pool) -> str:
+        """Of the site's data: nobody who has the same images can recognise it."""
+        return hashlib.sha256(secret(self.home, "mark") + pool.fingerprint.encode()).hexdigest()[:16]
+
+
+class Request(NamedTuple):
+    header: Header
+    parts: dict[str, Params]
+    error: BadMessage | None = None
+
+    @classmethod
+    def read(cls, frame: bytes) -> Request:
+        try:
+            return cls(*unpack(frame))
+        except BadMessage as error:
+            return cls(Header(), {}, error)
+
+
+def serve(agent: Agent, requests: Channel, replies: Channel) -> None:
+    while frame := receive(requests):
+        request = Request.read(frame)
+        frame = b""  # the tensors are copies: without the frame, the answer finds room
+        answer = agent.answer(request)
+        del request
+        send(replies, answer)
+        del answer
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with, args=(int(sys.argv[3]),), daemon=True).start()
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints goes to the log, not into a message
+    serve(Agent(Path(sys.argv[1]), sys.argv[2]), os.fdopen(0, "rb", buffering=0), out)

@@ -1,0 +1,287 @@
+"""A client in a process of its own: it reads its own folder and its channel, and answers there.
+`python -m fedvlm.federation.worker FOLDER PARENT` (the number of the process that asks). Its private row stays in its
+folder.
+
+Each process that opens the folder takes the next epoch. A process that was paused and comes back late finds a later epoch
+and writes nothing any more; one whose parent is gone ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save
+
+from fedvlm import backbones
+from fedvlm.backbones.base import tower_of
+from fedvlm.config.config import Config, Setup
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import SPLITS, Data, Extra
+from fedvlm.core.records import MethodRecord, PartRecord
+from fedvlm.core.schema import Schema
+from fedvlm.core.state import Message, Params, Reply
+from fedvlm.engines.rows import RESTORE, Rows
+from fedvlm.engines.stacked import Stacked
+from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.federation import ledger
+from fedvlm.federation.wire import OUTPUTS, SECURE, Channel, Header, octets, pack, receive, send, to_message, unpack
+from fedvlm.parts import own
+from fedvlm.privacy.mechanism import Privacy, secret_of
+from fedvlm.rounds.method import Method
+from fedvlm.rounds.steps import STEPS
+from fedvlm.system import files
+
+if TYPE_CHECKING:
+    from fedvlm.privacy.secure.client import Client as SecureClient
+    from fedvlm.privacy.secure.messages import Integers
+
+EPOCH = "epoch"  # file with the number of processes that have opened the folder
+OPENED = "opened"  # file with the last round whose sum this client helped to open
+LOCK_SECONDS = 60
+
+
+def serve(folder: Path, requests: Channel, replies: Channel) -> None:
+    client = Client(folder)
+    while frame := receive(requests):
+        try:
+            header, parts = unpack(frame)
+        except BadMessage as error:
+            send(replies, pack(Header(error=str(error)), {}))
+        else:
+            send(replies, client.answer(header, parts))
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """client.json: what a client knows of its run beside data and parts, which `write_folder` adds."""
+
+    run: str  # what its ledger calls the run
+    name: str
+    first: int = 0  # the place of its first example in the pool
+    backbone: str = ""
+    threads: int = 1
+    privacy: dict[str, float | str] | None = None  # dp=
+    secret: str = ""  # dp=: in hexadecimal, random and this client's own; "": made of the seed (a simulation)
+    ledger: str = ""  # the file; "": in this folder
+    withheld: bool = False  # how many examples it has is not told: it counts as one
+    secure: bool = False  # it trains only for sums of masked updates
+    smallest: int = 0  # clients that must be in such a sum
+    id: int = 0
+    bounds: list[int] = field(default_factory=list)
+    parts: dict[str, dict[str, object]] = field(default_factory=dict)
+    classes: list[str] = field(default_factory=list)
+    phrases: list[str] = field(default_factory=list)
+    nouns: list[str] = field(default_factory=list)
+    dim: int = 0
+    scale: float = 1.0
+    seed: int = 0
+    rounds: int = 1
+
+
+def write_folder(folder: Path, about: ClientRecord, setup: Setup, task: Task, data: Data, newcomer: Params) -> None:
+    """What a client needs: its own examples, what everybody may know, and how to build the method."""
+    files.private_folder(folder)
+    if newcomer and (folder / "client.json").exists() and not (folder / "rows.bin").exists():
+        raise FedvlmError(f"{folder / 'rows.bin'} is gone, and with it this client's own model; {RESTORE}")
+    Rows(newcomer, 1, folder / "rows.bin").file.close()
+    record = asdict(about) | {
+        "id": int(data.ids[0]),
+        "bounds": data.bounds[0].tolist(),
+        "parts": {home: asdict(part) for home, part in setup.parts.items()},
+        "classes": task.classes,
+        "phrases": task.phrases,
+        "nouns": task.nouns,
+        "dim": task.dim,
+        "scale": task.scale,
+        "seed": data.seed,
+        "rounds": data.rounds,
+    }
+    files.write(folder / "client.json", json.dumps(record), private=True)
+    for home, code in setup.codes.items():
+        code.write(folder / "code" / home)
+    public = {"text": task.text} if task.text is not None else {}
+    mine = {"x": data.x, "y": data.y}
+    for name, extra in data.extras.items():
+        target = mine if extra.aligned else public
+        target[f"extra.{name}.x"] = extra.x
+        if extra.y is not None:
+            target[f"extra.{name}.y"] = extra.y
+    for name, params in (("public", public), ("data", mine)):
+        content = save({k: v.contiguous() for k, v in params.items()})
+        files.write(folder / f"{name}.safetensors", content, private=True)
+
+
+class Client:
+    def __init__(self, folder: Path):
+        about = ClientRecord(**json.loads((folder / "client.json").read_text(encoding="utf-8")))
+        torch.set_num_threads(max(1, about.threads))
+        public, mine = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
+        records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
+        codes = {home: own.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
+        setup = Setup(MethodRecord("client"), Config(), records, codes=codes)
+        needed = setup.adapter.requires
+        tower = tower_of(backbones.load(about.backbone), needed) if needed else None
+        task = Task(tuple(about.classes), public.get("text"), about.dim, about.scale, tower)
+        task = task._replace(nouns=tuple(about.nouns), phrases=tuple(about.phrases))
+        secret = bytes.fromhex(about.secret) if about.secret else secret_of(about.seed)
+        privacy = Privacy(**about.privacy, secret=secret) if about.privacy else None  # type: ignore[arg-type]
+        method = Method.build(setup.adapter, setup.local, setup.merge, task, about.seed, setup.metrics, privacy)
+        extras: dict[str, Extra] = {}
+        for home in (public, mine):
+            for name in (k.split(".")[1] for k in home if k.startswith("extra.") and k.endswith(".x")):
+                extras[name] = Extra(home[f"extra.{name}.x"], home.get(f"extra.{name}.y"), home is mine)
+        ids, bounds = np.array([about.id]), np.array([about.bounds])
+        data = Data(mine["x"], mine["y"], bounds, ids, about.seed, 0, about.rounds, extras)
+        self.about, self.folder, self.method, self.warning = about, folder, method, ""
+        self.secure: SecureClient | None = None  # of the round under way
+        self.ledger = ledger.Ledger(Path(about.ledger or folder / ledger.SENT), sync=bool(about.ledger))
+        with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
+            self.epoch = last_epoch(folder) + 1
+            files.write(folder / EPOCH, str(self.epoch).encode())
+        self.engine = Stacked(method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process)
+
+    def _warn(self, text: str) -> None:
+        self.warning = text
+
+    @contextlib.contextmanager
+    def only_process(self) -> Iterator[None]:
+        """Around every write of the private row."""
+        with FileLock(self.folder / ".lock", timeout=LOCK_SECONDS):
+            if last_epoch(self.folder) != self.epoch:
+                raise FedvlmError("another process has taken over this client's folder")
+            yield
+
+    def answer(self, header: Header, parts: dict[str, Params]) -> bytes:
+        """The bytes that leave, after the ledger has them."""
+        done = Header(ticket=header.ticket, ledger=str(self.ledger.head))
+        try:
+            done, found = self.step(header, parts, done)
+        except Exception as error:
+            done, found = done._replace(error=f"{type(error).__name__}: {error}"), {}
+        return self.noted(header, done, pack(done, found))
+
+    def step(self, header: Header, parts: dict[str, Params], done: Header) -> tuple[Header, dict[str, Params]]:
+        """What a request asks for."""
+        message = to_message(header, parts)
+        if header.step == OUTPUTS:
+            self.write_outputs(message, header.round)
+            return done, {}
+        if header.step.startswith(SECURE):
+            kind = header.step.removeprefix(SECURE)
+            payload = self.secure_answer(kind, parts[SECURE]["payload"].numpy().tobytes(), message, header)
+            masked = kind == "masked"
+            done = self.with_flags(done, "train", message) if masked else done
+            return done._replace(masked=masked), {SECURE: {"payload": octets(payload)}}
+        if self.about.secure and header.step == "train":
+            raise BadMessage("was asked for its own update, and the run has secure=true")
+        reply = self.reply(header.step, message, header)
+        return self.with_flags(done, header.step, message), {"values": reply.values, "shared": reply.shared}
+
+    def reply(self, step: str, message: Message, header: Header) -> Reply:
+        for reply in self.engine.run(step, np.array([0]), message, header.round, header.exchange):
+            if self.about.withheld:
+                schema = STEPS[step].schema(self.method, self.engine.data.extras)
+                return reply._replace(values=without_sizes(reply.values, schema, self.engine.data))
+            return reply
+        raise ValueError(self.warning)
+
+    def with_flags(self, done: Header, step: str, message: Message) -> Header:
+        """With what was done to an update before it leaves."""
+        privacy = self.method.privacy
+        if step != "train" or privacy is None or privacy.level != "client":
+            return done
+        norm = privacy.clipping_norm(message.extra)
+        return done._replace(clipped=norm, noised=norm * privacy.noise if privacy.noise_at == "client" else 0.0)
+
+    def secure_answer(self, kind: str, payload: bytes, message: Message, header: Header) -> bytes:
+        """A step of secure aggregation. Keys and masks are of one round and are lost with this process."""
+        from fedvlm.privacy.secure import client
+
+        if kind == "keys":
+            # two sums of one round may differ by one client, and then tell its update
+            if header.round <= self.last_opened():
+                raise BadMessage(f"has helped to open a sum of round {header.round} before")
+            self.secure = client.Client(self.about.id, self.about.smallest)
+        if self.secure is None:
+            raise BadMessage("began anew in the middle of a secure round")
+        if kind == "unmask":
+            files.write(self.folder / OPENED, str(header.round).encode(), sync=True)
+        return self.secure.answer(kind, payload, partial(self.contribution, message, header))
+
+    def last_opened(self) -> int:
+        path = self.folder / OPENED
+        return int(path.read_text(encoding="ascii")) if path.exists() else 0
+
+    def contribution(self, message: Message, header: Header) -> Integers:
+        """This client's trained update in fixed point."""
+        from fedvlm.privacy.secure.fixed import Plan
+        from fedvlm.privacy.secure.settings import fingerprint
+
+        assert self.secure is not None
+        agreed, merge = self.secure.parameters, self.method.merge
+        if agreed.model != fingerprint(message):
+            raise BadMessage("was sent another model than agreed")
+        plan = Plan.of(merge.ranges(self.method.model, message.shared, agreed.limit), agreed.planned)
+        found: Integers = plan.encode(merge.summands(self.reply("train", message, header), message.shared))[0]
+        return found
+
+    def write_outputs(self, message: Message, round: int) -> None:
+        found = self.engine.outputs(message, round)
+        if found:
+            found["row"] = found["row"] + self.about.first
+        files.write(self.folder / "outputs.safetensors", save(found), private=True)
+
+    def noted(self, asked: Header, done: Header, frame: bytes) -> bytes:
+        """The frame, once it is in the ledger."""
+        line = ledger.Sent(self.about.run, self.about.name, asked.step, asked.round, asked.exchange, refused=done.error)
+        line = replace(line, clipped=done.clipped, noised=done.noised, masked=done.masked)
+        self.ledger.append(ledger.line_of(frame, line))
+        return frame
+
+
+def without_sizes(values: Params, schema: Schema, data: Data) -> Params:
+    """As if the client had one example of each split that has any: sums over examples become means, counts become 1."""
+    counts = torch.from_numpy(np.diff(data.bounds, axis=1)).clamp(min=1).to(data.dtype)
+    found: Params = {}
+    for name, value in values.items():
+        field = schema.values[name]
+        if -1 in field.shape or (field.whole and field.shape not in ((), (len(SPLITS),))):
+            raise FedvlmError(f"{name} tells how many examples this site has, which it withholds (counts: false)")
+        if field.per == "split":
+            value = value / counts.view(1, len(SPLITS), *[1] * (value.dim() - 2))
+        elif field.per:
+            value = value / counts[0, SPLITS.index(field.per)]
+        found[name] = value
+    return found
+
+
+def last_epoch(folder: Path) -> int:
+    path = folder / EPOCH
+    return int(path.read_text(encoding="ascii")) if path.exists() else 0
+
+
+def end_with(parent: int) -> None:
+    """A process whose parent was killed is given to another one."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints goes to the log, not into a message
+    serve(Path(sys.argv[1]), os.fdopen(0, "rb", buffering=0), replies)

@@ -1,0 +1,192 @@
+"""BDRO, FOCoOp's client (Liao et al., ICML 2025, Algorithm 2): training at worst-case perturbations of shared prompts.
+
+For the classes' prompts, then for the outsiders', ε maximises L(t + ε) − τ‖ε‖² − γ‖ε‖₁, starting from ε ~ N(0, σ). Then,
+with ε fixed, one descent step on κ log mean exp(f/κ), κ = τ₂μ, where f = (an example's loss at t + ε) − τ₁‖ε^g‖² −
+τ₂‖ε^o‖²: hard examples weigh more. τ₁, τ₂, κ are constants (Theorem 3.1).
+
+The ascent repeats ε ← S_γ(∇L(t + ε)) / 2τ, S the soft threshold: the exact maximiser where L is replaced by its tangent at
+the present ε. A client whose objective would not rise goes a quarter of that way instead. L is convex in encoded prompts
+(but for −log p(ID) where p(ID) < ½), so that full steps rise; where 2τ exceeds L's curvature there is one maximum, which is
+found. The paper takes plain gradient steps and gives neither their number, τ, σ nor μ. The defaults are ours; (τ₁, τ₂) are
+the best of (5, 1), (20, 4) and (100, 20) by validation accuracy over three data sets (benchmarks/strengths.py).
+
+space=features, a surrogate, perturbs the encoded prompts, as the authors' code does: one pass through the text tower a
+step. ε is added to the fused prompt, in which t^g has the share ρ, so that τ₁ is the paper's over ρ². space=parameters
+perturbs the shared parameters themselves (the contexts), as printed, with a pass for every repetition and a τ near 1, where
+the worst case of contexts has a norm of about 0.02; adapters that encode no prompts are always trained so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedvlm.core.adapter import Task
+from fedvlm.core.data import Batch, Data
+from fedvlm.core.descent import Gradients, optimise
+from fedvlm.core.local import Local
+from fedvlm.core.model import Model
+from fedvlm.core.ranges import NotNegative, Positive, Whole
+from fedvlm.core.seeds import generator
+from fedvlm.core.state import Message, Params, is_running_statistic, select
+from fedvlm.parts.local.means import Means
+
+OUTSIDERS = "outsiders"  # the contexts that τ₂ applies to; τ₁ applies to all others
+TINY = 1e-30  # in place of a norm of 0 in a denominator
+STRIDE = 7919  # noise is drawn once per round and client, and rolled by this much at each step
+
+Losses = Callable[[Params], Tensor]  # perturbed values → one number per example
+
+
+@runtime_checkable
+class HasEncodedPrompts(Protocol):
+    """Its logits in training depend on the parameters through encoded prompts only."""
+
+    def encode(self, task: Task, params: Params) -> Params:
+        """By the name of the shared context that they come from, [clients, prompts, dim]."""
+        ...
+
+    def logits_of(self, task: Task, encoded: Params, batch: Batch) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Bdro(Local):
+    space: Literal["features", "parameters"] = "features"  # what is perturbed: encoded prompts, or shared parameters
+    ascent_steps: Whole = 4  # N, repetitions of the ascent to the worst-case perturbation; 0: random noise only
+    sigma: NotNegative = 1e-4  # σ of the noise that a perturbation starts from; an encoded prompt has norm 1
+    penalty: Positive = 20.0  # τ₁, penalty on the squared size of the classes' perturbation; large ones allow little
+    outsider_penalty: Positive = 4.0  # τ₂, the same for the outsiders' perturbation
+    temperature: Positive = 1.0  # κ = τ₂μ, weighting of examples: small values weigh only the hardest, large ones all
+    l1: NotNegative = 0.0  # γ, L1 penalty on perturbations; 0: none
+
+    effects: ClassVar[Mapping[str, str]] = {
+        "perturbation": "norm of the worst-case perturbation of all prompts, first batch",
+        "class_perturbation": "norm of the classes' perturbation over that of their prompts, first batch",
+        "outsider_perturbation": "norm of the outsiders' perturbation over that of their prompts, first batch",
+        "loss_gained": "mean loss at the perturbation minus that without one, first batch",
+    }
+
+    def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
+        names = [k for k in message.shared if not is_running_statistic(k)]
+        means = Means(data)
+        loss = optimise(self, params, data, self.robust_gradients(model, names, data, means))
+        return {"loss": loss} | means.found(*self.effects)
+
+    def robust_gradients(self, model: Model, names: Sequence[str], data: Data, means: Means) -> Gradients:
+        """The gradient of the robust loss; what the perturbation did on the first batch is added to `means`."""
+        start: Params = {}
+
+        @torch.enable_grad()
+        def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+            leaves = {k: v.detach().requires_grad_() for k, v in now.items()}
+            points = self.points(model, leaves, names)  # t
+            fixed = {k: v.detach() for k, v in points.items()}
+            if not start:
+                start.update(noise(fixed, data, self.sigma))
+            noises = {k: v[: len(batch.y)].roll(batch.step * STRIDE, -1) for k, v in start.items()}
+            losses = self.losses_at(model, {k: v.detach() for k, v in now.items()}, batch)
+            shift = self.worst_case(losses, fixed, noises, batch)
+            each = self.losses_at(model, leaves, batch)(moved(points, shift))
+            if batch.step == 0:
+                means.add(**measured(fixed, shift, batch.mean(each - losses(fixed)).detach()))
+            soft = self.temperature * (each / self.temperature + batch.weight.log()).logsumexp(-1)
+            value = soft - sum(self.price(k, v) for k, v in shift.items())
+            return value.detach(), torch.autograd.grad(value.sum(), list(leaves.values()))
+
+        return gradients
+
+    def points(self, model: Model, now: Params, names: Sequence[str]) -> Params:
+        """What is perturbed."""
+        if self.space == "features" and isinstance(model.adapter, HasEncodedPrompts):
+            return model.adapter.encode(model.task, now)
+        return select(now, names)
+
+    def losses_at(self, model: Model, now: Params, batch: Batch) -> Losses:
+        adapter = model.adapter
+        if self.space == "features" and isinstance(adapter, HasEncodedPrompts):
+            return lambda points: adapter.losses(adapter.logits_of(model.task, points, batch), batch.y)
+        return lambda points: model.losses(now | points, batch)
+
+    def worst_case(self, losses: Losses, points: Params, start: Params, batch: Batch) -> Params:
+        """ε of the classes, then that of the outsiders with the classes' prompts perturbed."""
+        shift: Params = {}
+
+        def loss(part: Params) -> Tensor:
+            return batch.mean(losses(moved(points, shift | part)))
+
+        for names in ([k for k in start if k != OUTSIDERS], [k for k in start if k == OUTSIDERS]):
+            noises = select(start, names)
+            shift |= self.ascend(loss, noises) if names and self.ascent_steps else noises
+        return shift
+
+    def ascend(self, loss: Callable[[Params], Tensor], shift: Params) -> Params:
+        value, aim = self.tangent(loss, shift)
+        length = torch.ones_like(value)  # of a client's next step, as a share of the way to its aim
+        for _ in range(self.ascent_steps):
+            trial = {k: v + along(length, v) * (aim[k] - v) for k, v in shift.items()}
+            reached, next_aim = self.tangent(loss, trial)
+            rises = reached > value
+            shift, aim = (
+                {k: torch.where(along(rises, v), v, old[k]) for k, v in new.items()}
+                for new, old in ((trial, shift), (next_aim, aim))
+            )
+            value, length = torch.where(rises, reached, value), torch.where(rises, 1.0, length / 4)
+        return shift
+
+    def tangent(self, loss: Callable[[Params], Tensor], shift: Params) -> tuple[Tensor, Params]:
+        """The objective at ε, one number per client, and the maximiser of the objective with L's tangent there for L."""
+        leaves = {k: v.detach().requires_grad_() for k, v in shift.items()}
+        each = loss(leaves)
+        found = zip(leaves, torch.autograd.grad(each.sum(), list(leaves.values())), strict=True)
+        value = each.detach() - sum(self.price(k, v) for k, v in shift.items())
+        return value, {k: F.softshrink(g, self.l1) / (2 * self.hold(k)) for k, g in found}
+
+    def hold(self, name: str) -> float:
+        return self.outsider_penalty if name == OUTSIDERS else self.penalty
+
+    def price(self, name: str, shift: Tensor) -> Tensor:
+        """τ‖ε‖² + γ‖ε‖₁, one number per client."""
+        flat = shift.flatten(1)
+        return self.hold(name) * flat.square().sum(1) + self.l1 * flat.abs().sum(1)
+
+
+def along(numbers: Tensor, values: Tensor) -> Tensor:
+    """One number per client, to be multiplied with values [clients, ...]."""
+    return numbers.view(-1, *[1] * (values.dim() - 1))
+
+
+def moved(points: Params, shift: Params) -> Params:
+    return {k: v + shift[k] if k in shift else v for k, v in points.items()}
+
+
+def measured(points: Params, shift: Params, gained: Tensor) -> Params:
+    """The numbers of Bdro.effects."""
+
+    def norm(values: Params, names: list[str]) -> Tensor:
+        return sum((values[k].flatten(1).square().sum(1) for k in names), torch.zeros_like(gained)).sqrt()
+
+    classes = [k for k in points if k != OUTSIDERS]
+    outsiders = [k for k in points if k == OUTSIDERS]
+    return {
+        "perturbation": norm(shift, classes + outsiders),
+        "class_perturbation": norm(shift, classes) / norm(points, classes).clamp(min=TINY),
+        "outsider_perturbation": norm(shift, outsiders) / norm(points, outsiders).clamp(min=TINY),
+        "loss_gained": gained,
+    }
+
+
+def noise(values: Params, data: Data, sigma: float) -> Params:
+    """N(0, σ) of the values' shapes. Drawn by client id, so that it does not depend on which clients train together."""
+    drawn = {}
+    for place, (k, v) in enumerate(sorted(values.items())):
+        rows = [
+            torch.randn(v[0].numel(), generator=generator(data.seed, data.round, 59, place, int(i)))
+            for i in data.ids[: len(v)]
+        ]
+        drawn[k] = sigma * torch.stack(rows).to(v).view(v.shape) if rows else v
+    return drawn

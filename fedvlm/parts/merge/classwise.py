@@ -1,0 +1,94 @@
+"""Mean per class (FOCoOp 2025, §3.3): a class's parameters are averaged by how many of its examples each client has.
+
+t_c = Σ_k |D_kc| t_kc / Σ_k |D_kc|; a class that no answering client has stays as it was. Other parameters are averaged
+by all examples, as in the plain mean. Clients send their number of training examples per class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.core.adapter import Adapter, Task
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.data import Data
+from fedvlm.core.merge import MOST, UPDATE, Merge, Replies, Summand, updates, weight_and_loss
+from fedvlm.core.model import Model
+from fedvlm.core.schema import SIZE, Fields
+from fedvlm.core.state import Params, Reply, State
+from fedvlm.core.tasks import SEGMENTATION
+
+BY_CLASS = ("context", "head")  # parameters with one row per class, where their first axis has that length
+
+
+@dataclass(frozen=True)
+class Classwise(Merge):
+    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+
+    def incompatible(self, adapter: Adapter) -> str:
+        if adapter.task_type is not SEGMENTATION:
+            return ""
+        return "averages by class, and masks have no classes; use merge=mean"
+
+    def uploads(self, task: Task) -> Fields:
+        return {"class_counts": SIZE._replace(shape=(len(task.classes),), low=0)}
+
+    def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
+        return {"class_counts": data.class_counts(len(model.task.classes))}, {}
+
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        if cohort.secure:
+            return self.round_of_sums(model, state, cohort)
+        replies = self.gather(state, cohort)
+        n = replies.sizes(self.weights)
+        weight = n / n.sum()
+        counts, shared = replies.values["class_counts"], replies.sum(weight)
+        shared |= {
+            k: mean_by_class(replies.shared[k], counts, v)
+            for k, v in state.shared.items()
+            if is_by_class(k, v, counts.shape[1])
+        }
+        loss = float(np.average(replies.values["loss"].double().numpy(), weights=weight.numpy()))
+        return self.finish(state, cohort, replies, self.calibrated(shared, replies, cohort), weight, loss)
+
+    def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
+        classes = len(model.task.classes)
+        found = weight_and_loss(self.weights) | {"class_counts": Summand((classes,), MOST, 1.0)}
+        for name, value in sent.items():
+            weight = "class_counts" if is_by_class(name, value, classes) else "weight"
+            found[UPDATE + name] = Summand(tuple(value.shape), limit, weight=weight)
+        return found
+
+    def summands(self, reply: Reply, sent: Params) -> Params:
+        n = reply.values["n"]
+        weight = n if self.weights == "size" else torch.ones_like(n)
+        known = {"weight": weight, "loss": reply.values["loss"], "class_counts": reply.values["class_counts"]}
+        return known | updates(reply, sent)
+
+    def from_sums(self, state: State, sums: Params) -> Params:
+        counts, shared = sums["class_counts"], dict[str, Tensor]()
+        for name, value in state.shared.items():
+            by_class = is_by_class(name, value, len(counts))
+            total = counts.clamp(min=1).view(-1, *[1] * (value.dim() - 1)) if by_class else sums["weight"]
+            shared[name] = (value.double() + sums[UPDATE + name] / total).to(value.dtype)  # unknown classes: + 0
+        return shared
+
+    def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
+        """The final shared parameters from the means; merges that post-process them override this."""
+        return shared
+
+
+def is_by_class(name: str, value: Tensor, classes: int) -> bool:
+    return name in BY_CLASS and len(value) == classes
+
+
+def mean_by_class(replies: Tensor, counts: Tensor, before: Tensor) -> Tensor:
+    """The mean over clients of replies [clients, classes, …], weighted by counts [clients, classes]."""
+    weight = counts.double() / counts.double().sum(0).clamp(min=1)
+    mean = torch.einsum("kc,kc...->c...", weight, replies.double())
+    known = (counts.sum(0) > 0).view(-1, *[1] * (before.dim() - 1))
+    return torch.where(known, mean, before.double()).to(before.dtype)

@@ -1,0 +1,85 @@
+"""FedAvg's server (McMahan et al., 2017): the mean of the replies, by number of examples or uniform.
+
+w_g ← Σ a_i w_i over the clients that answered, a_i = n_i / Σ n_j (weights=size) or 1 / their number (weights=uniform).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+from fedvlm.core.cohort import Cohort
+from fedvlm.core.merge import UPDATE, Agreement, Gaps, Merge, Summand, by_client, updates, weight_and_loss
+from fedvlm.core.model import Model
+from fedvlm.core.state import Message, Params, Reply, State
+
+OnReply = Callable[[Reply], None]
+
+
+class Averaged(NamedTuple):
+    mean: Params  # weighted, of the shared parameters
+    sums: Params  # unweighted, of the values named in `sums`
+    answered: int  # clients
+    server: Params  # state that `gaps` needs in the next round
+
+
+@dataclass(frozen=True)
+class Mean(Merge):
+    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+
+    any_device: ClassVar[bool] = True
+
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        if cohort.secure:
+            return self.round_of_sums(model, state, cohort)
+        found = self.average(state, cohort, state.message())
+        return state._replace(shared=found.mean, server=state.server | found.server)
+
+    def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
+        moved = {UPDATE + k: Summand(tuple(v.shape), limit, weight="weight") for k, v in sent.items()}
+        return weight_and_loss(self.weights) | moved
+
+    def summands(self, reply: Reply, sent: Params) -> Params:
+        n = reply.values["n"]
+        weight = n if self.weights == "size" else torch.ones_like(n)
+        return {"weight": weight, "loss": reply.values["loss"]} | updates(reply, sent)
+
+    def from_sums(self, state: State, sums: Params) -> Params:
+        return {k: (v.double() + sums[UPDATE + k] / sums["weight"]).to(v.dtype) for k, v in state.shared.items()}
+
+    def average(
+        self,
+        state: State,
+        cohort: Cohort,
+        message: Message,
+        sums: Params | None = None,
+        on_reply: OnReply | None = None,
+    ) -> Averaged:
+        """Has the clients train, and averages replies as they arrive, so that memory does not grow with the cohort. Values
+        of the replies that are named in `sums` are added up too; `on_reply` is called with every reply."""
+        total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in message.shared.items()}
+        plain = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in (sums or {}).items()}
+        weights: dict[int, float] = {}
+        agreement, gaps = Agreement(self.cosine), Gaps(state.server)
+        losses = 0.0
+        for reply in cohort.stream("train", message):
+            if on_reply:
+                on_reply(reply)
+            n = reply.values["n"]
+            weight = n if self.weights == "size" else torch.ones_like(n)
+            for k, v in total.items():
+                v += torch.tensordot(weight.to(v.device), reply.shared[k], dims=1)
+            for k, v in plain.items():
+                v += reply.values[k].double().sum(0)
+            weights |= by_client(reply.ids, weight)
+            losses += float(weight @ reply.values["loss"])
+            agreement.add(reply, state.shared)
+            gaps.add(reply)
+        scale = sum(weights.values())
+        cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale}
+        cohort.notes |= gaps.notes() | agreement.notes()
+        mean = {k: (v / scale).to(message.shared[k].dtype) for k, v in total.items()}
+        return Averaged(mean, plain, len(weights), gaps.kept)

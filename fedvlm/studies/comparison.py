@@ -1,0 +1,108 @@
+"""A bench: several methods run alike, and the frozen model beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedvlm.api import Runs, check_parts, chosen, execute, new_pools, plan, prepared
+from fedvlm.config.config import Config, Layout, Setup, resolve
+from fedvlm.core.tasks import CLASSIFICATION
+from fedvlm.errors import FedvlmError
+from fedvlm.report.tables import FROZEN, check_one_rule, rule_keys
+from fedvlm.system.interrupts import shell_line
+from fedvlm.training.folder import find
+from fedvlm.training.planning import LEAVE_ONE_OUT, sketch
+
+if TYPE_CHECKING:
+    from fedvlm.data.pool import Pool, Pools
+
+SEEDS = (50, 77, 98)
+# keys of a run that say what is evaluated, and so hold for the frozen model, too
+EVALUATED: tuple[str, ...] = (
+    "data",
+    "backbone",
+    "encode",
+    "template",
+    "names",
+    "split_file",
+    "group",
+    "domains",
+    "classes",
+)
+EVALUATED += ("outsiders", "corrupt", "metrics", "broken", "protocol", "personal_split", "seed", "seeds", "jobs", "out")
+EVALUATED += ("launcher", "launch")
+EVALUATED += tuple(Layout.__annotations__)
+
+
+def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) -> list[Setup]:
+    """A setup for each method, with seeds and protocol; the frozen model comes first where the backbone has a text tower:
+    it costs one evaluation."""
+    if not methods:
+        raise FedvlmError("bench needs at least one method; `fedvlm ls methods` names them")
+    given = {"seeds": SEEDS} | dict(keys)
+    if "seed" in given:
+        given["seeds"] = given.pop("seed")
+    setups = [chosen(m, given) for m in methods]
+    if any(s.config.federation for s in setups):
+        raise FedvlmError(
+            "bench does not take federation=; `fedvlm run` each method there, and `fedvlm compare` the runs"
+        )
+    check_one_rule({s.method.label: [rule_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
+    check_parts(setups)
+    pool = sketch(setups[0], pools)  # refuses what it can before anything is encoded
+    if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
+        setups = [chosen(m, given | {"protocol": LEAVE_ONE_OUT}) for m in methods]
+    return frozen(setups, pool) + setups
+
+
+def frozen(setups: list[Setup], pool: Pool) -> list[Setup]:
+    """The frozen model's setup; none where it is among the methods, or cannot classify by class names."""
+    if any(trains_nothing(s) for s in setups) or pool.task.text is None or pool.source.task_type is not CLASSIFICATION:
+        return []
+    default = Config()
+    config = setups[0].config
+    known = {k: getattr(config, k) for k in EVALUATED if hasattr(config, k)}
+    return [resolve(FROZEN, {k: v for k, v in known.items() if v != getattr(default, k)})]
+
+
+def trains_nothing(setup: Setup) -> bool:
+    return setup.parts["adapter"].name == "none"
+
+
+def next_steps(runs: Runs) -> list[str]:
+    """Where the runs are, and a command each for a page, a table and predictions."""
+    root = runs[0].folder.parent
+    others = len(find([str(root)])) > len({r.folder for r in runs})
+    trained = [r for r in runs if r.record.method.name != FROZEN] or list(runs)
+    commands = [["report", str(root)], ["compare", str(root), "--csv", "table.csv"]]
+    commands += [["predict", str(trained[-1].folder), "IMAGE"]]
+    where = f"{len(runs)} runs in {root}" + (", among others (out=FOLDER keeps a bench's together)" if others else "")
+    return [where, *("next: " + shell_line(["fedvlm", *words]) for words in commands)]
+
+
+def folder_of(setup: Setup) -> Path:
+    """The folder that holds the runs of a bench."""
+    from fedvlm.system.machine import runs_home
+
+    return Path(setup.config.out) if setup.config.out else runs_home()
+
+
+def bench(methods: Sequence[str], **keys: object) -> Runs:
+    """Runs several methods alike: seeds 50, 77, 98 unless given, and leave-one-domain-out where the data has three or more
+    domains and neither protocol= nor unseen= is given; zero-shot is added where the backbone has a text tower.
+
+    A key of a method with several values, such as lr=[0.001, 0.01], is a sweep: studies/sweep.py says how it chooses."""
+    pools = new_pools()
+    setups, notes = compared(methods, prepared(keys), pools)
+    return Runs(execute(plan(setups, pools), setups[0].config.jobs, pools).members, notes)
+
+
+def compared(methods: Sequence[str], given: dict[str, object], pools: Pools) -> tuple[list[Setup], list[str]]:
+    """The setups of a bench, swept keys chosen, and what their table has to say of the choice."""
+    from fedvlm.studies import sweep
+
+    fixed, search = sweep.separated(methods, given)
+    setups = setups_of(methods, fixed, pools)
+    return sweep.choose(setups, search, pools) if search else (setups, [])

@@ -1,0 +1,291 @@
+"""Sweeps: `lr=0.001,0.01,0.1` in a bench tries every value, and the table shows the one chosen on validation.
+
+Every method gets the same grid, on the first seed, with all held-out targets. A setting is chosen for each method by the
+criterion that also chooses rounds (`evaluate.views.selection`): the validation accuracy of the clients that train, mean
+of shared and personal models, last round. Test images have no part in it. The chosen setting then runs on all seeds.
+`search=optuna trials=20 lr=0.001..0.1` asks optuna for settings instead of trying a grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fedvlm import api
+from fedvlm.config import catalogue
+from fedvlm.config.config import Setup, keys_of_method
+from fedvlm.config.keys import Key
+from fedvlm.core.records import Value
+from fedvlm.errors import FedvlmError
+from fedvlm.evaluation.views import selection
+from fedvlm.report.tables import format_value
+from fedvlm.studies.comparison import folder_of, trains_nothing
+from fedvlm.system import console
+from fedvlm.training.folder import SWEEP, RunFolder
+from fedvlm.training.planning import Job, place, single_runs, unused_keys
+from fedvlm.training.processes import RunsFailed
+
+if TYPE_CHECKING:
+    from fedvlm.data.pool import Pools
+
+CRITERION = "validation accuracy of the clients that train, mean of shared and personal models, last round"
+TUNED = ("bound", "clip_norm", "clip_quantile")  # keys of a run that may be swept; others change the task or the budget
+TRIALS = 20
+
+Point = dict[str, Value]  # a setting: key → value
+
+
+class Interval(NamedTuple):
+    """LOW..HIGH; drawn on a logarithmic scale where both are positive."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:g}..{self.high:g}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tried: the values, or the interval, of each key."""
+
+    axes: dict[str, list[Value] | Interval] = field(default_factory=dict)
+    trials: int = 0  # of optuna for each method; 0: the whole grid
+
+    def __bool__(self) -> bool:
+        return bool(self.axes)
+
+    def of(self, keys: Mapping[str, Key]) -> Search:
+        """The axes of a method that has these keys."""
+        return Search({k: v for k, v in self.axes.items() if k in keys}, self.trials)
+
+    def __str__(self) -> str:
+        shown = {k: str(v) if isinstance(v, Interval) else ",".join(map(format_value, v)) for k, v in self.axes.items()}
+        how = f", {self.trials} trials of optuna for each method" if self.trials else ""
+        return " ".join(f"{k}={v}" for k, v in shown.items()) + how
+
+
+def separated(methods: Sequence[str], given: Mapping[str, object]) -> tuple[dict[str, object], Search]:
+    """What holds for all runs, and what is swept: keys with several values that take one."""
+    fixed = dict(given)
+    engine = str(fixed.pop("search", ""))
+    trials = Key("trials", "int", TRIALS).coerce(fixed.pop("trials", TRIALS))
+    if engine not in ("", "optuna"):
+        raise FedvlmError(f"search={engine}: there is optuna; without search= the whole grid is tried")
+    axes: dict[str, list[Value] | Interval] = {}
+    for name, value in given.items():
+        known = [key for m in methods if (key := swept_keys(m, given).get(name))]
+        if not several(value) or (known and known[0].length):
+            continue
+        if not known:
+            check_not_swept(name, value)
+            continue
+        del fixed[name]
+        axes[name] = interval(known[0], str(value)) if is_interval(value) else values(known[0], value)
+        if isinstance(axes[name], Interval) and not engine:
+            raise FedvlmError(f"{name}={value}: an interval needs search=optuna; a grid is {name}=A,B,C")
+    if engine and not axes:
+        raise FedvlmError("search=optuna needs something to search, such as lr=0.001..0.1")
+    return fixed, Search(axes, int(str(trials)) if engine else 0)
+
+
+def check_not_swept(name: str, value: object) -> None:
+    for key in catalogue.load().run:
+        if key.name == name and not key.length and (key.type != "str" or key.choices):
+            raise FedvlmError(
+                f"{name}={value}: a sweep chooses on validation, and {name}= changes the task or the budget; start a bench "
+                "for each value"
+            )
+
+
+def swept_keys(method: str, given: Mapping[str, object]) -> dict[str, Key]:
+    """The keys of a method that may be swept, by the names that a command line may give them."""
+    homes = keys_of_method(method, given)
+    found = {k.name: k for k in homes.pop("run") if k.name in TUNED}
+    for home, keys in homes.items():
+        found |= {f"{home}.{k.name}": k for k in keys} | {k.name: k for k in keys}
+    return found
+
+
+def several(value: object) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, str) and ("," in value or is_interval(value)))
+
+
+def is_interval(value: object) -> bool:
+    return isinstance(value, str) and ".." in value.strip(".") and "/" not in value
+
+
+def values(key: Key, given: object) -> list[Value]:
+    items = given.split(",") if isinstance(given, str) else list(given)  # type: ignore[call-overload]
+    found = list(dict.fromkeys(key.coerce(i.strip() if isinstance(i, str) else i) for i in items))
+    if len(found) < 2:
+        raise FedvlmError(f"{key.name}={given}: a sweep needs at least two values")
+    return list(found)
+
+
+def interval(key: Key, given: str) -> Interval:
+    low, _, high = given.partition("..")
+    ends = [key.coerce(end) for end in (low, high)]
+    if key.type not in ("int", "float") or not isinstance(ends[0], int | float) or not isinstance(ends[1], int | float):
+        raise FedvlmError(f"{key.name}={given}: an interval is for numbers; list the values, with commas")
+    if ends[0] >= ends[1]:
+        raise FedvlmError(f"{key.name}={given}: expected LOW..HIGH")
+    return Interval(float(ends[0]), float(ends[1]))
+
+
+@dataclass
+class Choice:
+    """What was chosen for a method, and what it was chosen from."""
+
+    setup: Setup  # with the chosen values
+    point: Point
+    score: float  # on validation
+    runs: list[RunFolder]
+
+
+def choose(setups: Sequence[Setup], search: Search, pools: Pools) -> tuple[list[Setup], list[str]]:
+    """The setups with the values that validation chose, and the notes for their table."""
+    own = [Search() if trains_nothing(s) else search.of(keys_of(s)) for s in setups]
+    if not any(own):
+        raise FedvlmError(f"none of these methods has {', '.join(f'{k}=' for k in search.axes)}")
+    for setup, one in zip(setups, own, strict=True):
+        lacking = [f"{k}=" for k in search.axes if k not in one.axes]
+        if lacking and not trains_nothing(setup):
+            console.warn(f"{setup.method.label} has no {', '.join(lacking)}: it is left out of that part of the sweep")
+    console.note(f"sweep of {search}, on the first seed")
+    find = by_optuna if search.trials else by_grid
+    pairs = [(s, o) for s, o in zip(setups, own, strict=True) if o]
+    found = dict(zip((id(s) for s, _ in pairs), find(pairs, pools), strict=True))
+    for choice in found.values():
+        keep(choice, pools)
+    return [found[id(s)].setup if id(s) in found else s for s in setups], notes(setups, own, found, search)
+
+
+def keys_of(setup: Setup) -> dict[str, Key]:
+    unused = unused_keys(setup)
+    found = swept_keys(setup.method.path or setup.method.name, setup.given)
+    return {k: v for k, v in found.items() if k.removeprefix("local.") not in unused}
+
+
+def varied(setup: Setup, point: Point) -> Setup:
+    return api.chosen(setup.method.path or setup.method.name, setup.given | point)
+
+
+def by_grid(pairs: list[tuple[Setup, Search]], pools: Pools) -> list[Choice]:
+    """All points of all methods in one queue; of equal scores the first in the grid is chosen."""
+    grids = [points(search) for _, search in pairs]
+    tries = [varied(setup, point) for (setup, _), grid in zip(pairs, grids, strict=True) for point in grid]
+    runs = iter(tried(tries, pools))
+    out = []
+    for (setup, _), grid in zip(pairs, grids, strict=True):
+        found = [Choice(setup, point, score(done), done) for point, done in ((p, next(runs)) for p in grid)]
+        out.append(best(setup, found))
+    return out
+
+
+def points(search: Search) -> list[Point]:
+    axes = [v for v in search.axes.values() if not isinstance(v, Interval)]
+    return [dict(zip(search.axes, chosen, strict=True)) for chosen in itertools.product(*axes)]
+
+
+def by_optuna(pairs: list[tuple[Setup, Search]], pools: Pools) -> list[Choice]:
+    """So many trials for each method, one after the other (each may be several runs); the sampler's seed is the run's."""
+    try:
+        import optuna
+    except ImportError:
+        raise FedvlmError('search=optuna needs optuna; install it with `pip install "fedvlm[search]"`') from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    out = []
+    for setup, search in pairs:
+        sampler = optuna.samplers.TPESampler(seed=first_seed(setup) % 2**32)
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        keys, found = keys_of(setup), list[Choice]()
+        for _ in range(search.trials):
+            trial = study.ask()
+            point = {
+                k: suggested(trial.suggest_categorical, trial.suggest_float, keys[k], v) for k, v in search.axes.items()
+            }
+            (done,) = tried([varied(setup, point)], pools)
+            found.append(Choice(setup, point, score(done), done))
+            study.tell(trial, max(found[-1].score, -1.0))
+        out.append(best(setup, found))
+    return out
+
+
+def suggested(
+    one_of: Callable[..., Value], between: Callable[..., float], key: Key, axis: list[Value] | Interval
+) -> Value:
+    if not isinstance(axis, Interval):
+        return one_of(key.name, axis)
+    drawn = between(key.name, axis.low, axis.high, log=axis.low > 0)
+    return round(drawn) if key.type == "int" else float(f"{drawn:.3g}")
+
+
+def first_seed(setup: Setup) -> int:
+    return (setup.config.seeds or (setup.config.seed,))[0]
+
+
+def tried(setups: list[Setup], pools: Pools) -> list[list[RunFolder]]:
+    """The finished runs of each setup on its first seed; a run that failed is missing."""
+    jobs: list[list[Job]] = []
+    for setup in setups:
+        pool = api.encode(setup, pools)
+        one = setup.with_(seeds=(first_seed(setup),), out=str(folder_of(setup) / SWEEP))
+        jobs.append([Job(single, place(single, pool)) for single in single_runs(one, pool)])
+    try:
+        finished = api.execute([j for part in jobs for j in part], setups[0].config.jobs, pools).files
+    except RunsFailed as error:
+        finished = error.finished
+        console.warn(f"in the sweep {error}")
+    done = {run.folder: run for run in finished}
+    return [[done[j.folder] for j in part if j.folder in done] for part in jobs]
+
+
+def score(runs: Sequence[RunFolder]) -> float:
+    """The criterion, mean over held-out targets; −∞ where a run failed or fell apart."""
+    found = [selection(run.record.finished.last) for run in runs]
+    return float(np.mean(found)) if found and not any(map(math.isnan, found)) else -math.inf
+
+
+def best(setup: Setup, found: list[Choice]) -> Choice:
+    complete = max(len(c.runs) for c in found)
+    usable = [c for c in found if c.runs and len(c.runs) == complete]
+    if not usable:
+        raise FedvlmError(f"{setup.method.label}: every run of the sweep failed, see above")
+    chosen = max(usable, key=lambda c: c.score)
+    return Choice(varied(setup, chosen.point), chosen.point, chosen.score, chosen.runs)
+
+
+def keep(choice: Choice, pools: Pools) -> None:
+    """Copies the runs of the chosen setting to where those of all seeds go, so that they are recognised there."""
+    pool = api.encode(choice.setup, pools)
+    places = {j.name for j in (place(single, pool) for single in single_runs(choice.setup, pool))}
+    for run in choice.runs:
+        target = folder_of(choice.setup) / run.folder.name
+        if run.folder.name in places and not target.exists():
+            shutil.copytree(run.folder, target, ignore=shutil.ignore_patterns(".lock"))
+
+
+def notes(setups: Sequence[Setup], own: Sequence[Search], found: Mapping[int, Choice], search: Search) -> list[str]:
+    seed = first_seed(setups[0])
+    out = [
+        f"sweep of {search}: chosen on seed {seed} by the {CRITERION}; the same for every method; test images unused"
+    ]
+    chosen = [f"{s.method.label} {shown(found[id(s)].point)}" for s in setups if id(s) in found]
+    out.append(f"chosen: {'; '.join(chosen)}")
+    for setup, one in zip(setups, own, strict=True):
+        lacking = [k for k in search.axes if k not in one.axes]
+        if lacking:
+            why = "it trains nothing" if trains_nothing(setup) else f"it has no {', '.join(lacking)}"
+            out.append(f"{setup.method.label} is not in {'this' if not one else 'all of the'} sweep: {why}")
+    return out
+
+
+def shown(point: Point) -> str:
+    return " ".join(f"{k}={format_value(v)}" for k, v in point.items())

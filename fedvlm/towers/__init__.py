@@ -1,0 +1,1 @@
+"""The towers of a CLIP as functions of small learned changes."""

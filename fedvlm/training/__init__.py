@@ -1,0 +1,1 @@
+"""Runs: planned, trained, recorded in a folder, several at a time, here or on other machines."""
