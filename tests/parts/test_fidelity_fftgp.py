@@ -34,7 +34,7 @@ from fedvlm.parts.local.sgd import Sgd
 from fedvlm.report.tables import summarise
 from fedvlm.rounds.method import Method
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 # BGP (Algorithm 2)

@@ -22,7 +22,7 @@ from fedvlm import parts
 from fedvlm.cli import main
 from fedvlm.training.folder import RunFolder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 

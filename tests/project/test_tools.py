@@ -15,7 +15,7 @@ from PIL import Image
 
 from fedvlm.data.source import open_source
 
-TOOLS = Path(__file__).parent.parent / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 TRAIN, TEST = 15, 12  # images, in five sheets and in one
 
 

@@ -1,5 +1,5 @@
 """A federation across sites, without the network: the server's Play and Links, the sites' Site and agent processes, with
-calls that NVFlare would carry made directly. The real thing is tests/test_nvflare.py."""
+calls that NVFlare would carry made directly. The real thing is test_provision.py's test of mark nvflare."""
 
 from __future__ import annotations
 

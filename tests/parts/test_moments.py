@@ -45,7 +45,7 @@ from fedvlm.report.tables import summarise
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ONE = {"strengths": (0.5,), "texts": (2.0,)}  # no choice, so that there is no exchange for it
 
 

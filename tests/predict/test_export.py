@@ -39,7 +39,7 @@ from fedvlm.predict.export.weights import copy_backbone
 from fedvlm.predict.predictor import FAR_BELOW, Predictor, far_below
 from fedvlm.studies.papers.measures import seed_values
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 MINI_CLIP = Path(backbones.ASSETS) / "mini-clip"
 
 

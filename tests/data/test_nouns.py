@@ -16,7 +16,7 @@ from fedvlm.data import nouns as module
 from fedvlm.data.nouns import NOUNS, farthest_nouns, nouns
 from fedvlm.errors import FedvlmError
 
-TOOL = Path(__file__).parent.parent / "tools" / "build_nouns.py"
+TOOL = Path(__file__).parents[2] / "tools" / "build_nouns.py"
 
 
 def test_the_list_is_clean():

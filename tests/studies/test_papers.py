@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import train_small
-from test_report import DOMAINS
-from test_report import write as fake_run
+from run_folders import DOMAINS
+from run_folders import write as fake_run
 
 from fedvlm import api
 from fedvlm.cli import main

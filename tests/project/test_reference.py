@@ -11,7 +11,7 @@ from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.training import train
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GIVEN = {"data": "emoji", "unseen": ["noto"], "domains": 4, "batch": 100_000, "rounds": 3, "lr": 0.03, "evaluate": 3}
 
 

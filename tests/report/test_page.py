@@ -1,4 +1,4 @@
-"""The page: charts, tables, details, images, and the page while runs go on. Run folders as in test_report.py."""
+"""The page: charts, tables, details, images, and the page while runs go on. Run folders as in run_folders.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from run_folders import CASES, DOMAINS, many, with_outputs, write
 from safetensors.numpy import save
-from test_report import CASES, DOMAINS, many, write
 
 from fedvlm import cli
 from fedvlm.config.config import resolve
@@ -206,20 +206,6 @@ def test_weights_that_differ_are_drawn(tmp_path: Path) -> None:
 
 
 # what the models said of test images
-
-
-def with_outputs(run: RunFolder, seed: int = 0, shift: float = 0.0) -> None:
-    """Twelve test images of each client, with logits that are right more often the larger the shift is."""
-    rng, record = np.random.default_rng(seed), run.record
-    client = np.repeat(np.arange(len(record.clients)), 12)
-    label = rng.integers(0, len(record.data.classes), len(client))
-    item = np.arange(len(client))
-    logits = rng.normal(size=(len(client), len(record.data.classes)))
-    logits[item, label] += shift
-    features = rng.normal(size=(len(client), 5))
-    found = {"client": client, "label": label, "item": item, "shared.logits": logits, "personal.logits": logits + 0.1}
-    found["personal.logits"] = logits + rng.normal(size=logits.shape)
-    run.write("outputs.safetensors", save(found | {"shared.features": features, "personal.features": features + shift}))
 
 
 def test_confusions_count_every_image_once(tmp_path: Path) -> None:

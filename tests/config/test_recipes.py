@@ -16,7 +16,7 @@ from fedvlm.config.keys import RENAMED
 from fedvlm.config.recipe import AXES, PAPERS, Layer, _published, load, names, presets, published, published_data
 from fedvlm.errors import FedvlmError
 
-BEFORE = json.loads((Path(__file__).parent / "data" / "recipes_before.json").read_text(encoding="utf-8"))
+BEFORE = json.loads((Path(__file__).parents[1] / "data" / "recipes_before.json").read_text(encoding="utf-8"))
 PRODUCT = ("fedavg", "fedprox", "ditto", "perfedavg", "ga", "grace", "afl", "q-ffl", "fft-gp")
 OWN = "adapter: head\nlocal: prox\nmerge: mean\n"
 

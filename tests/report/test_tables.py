@@ -1,4 +1,4 @@
-"""Tables that show the shared model, what is best, and each data set by itself; run folders as in test_report.py."""
+"""Tables that show the shared model, what is best, and each data set by itself; run folders as in run_folders.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_report import many, write
+from run_folders import many, write
 
 from fedvlm import api
 from fedvlm.cli import main

@@ -9,7 +9,7 @@ import pytest
 from fedvlm.cli import main
 from fedvlm.training.folder import RunFolder
 
-PACS = Path(__file__).parent.parent.parent / "shared" / "data" / "pacs"
+PACS = Path(__file__).parents[3] / "shared" / "data" / "pacs"
 CARD = {
     "photo": 0.664,
     "art_painting": 0.336,

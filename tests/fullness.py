@@ -1,6 +1,6 @@
 """A disk that is full, or a process that is killed, at a given byte; and small runs that meet them and go on.
 
-    python tests/faults/fullness.py 100        # so many random bytes: how many runs end with the same bits
+    python tests/fullness.py 100        # so many random bytes: how many runs end with the same bits
 
 As a command, `python fullness.py FOLDER ROOM WORDS…` is `fedvlm WORDS…` on a disk with ROOM bytes for FOLDER.
 """

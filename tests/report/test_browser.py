@@ -14,8 +14,7 @@ import pytest
 
 playwright = pytest.importorskip("playwright.sync_api")
 
-from test_page import with_outputs  # noqa: E402
-from test_report import many, write  # noqa: E402
+from run_folders import many, with_outputs, write  # noqa: E402
 
 from fedvlm.report.page import Options, page  # noqa: E402
 

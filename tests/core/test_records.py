@@ -17,7 +17,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
