@@ -73,6 +73,13 @@ class SafeInThreads(Protocol):
     def device(self) -> torch.device: ...
 
 
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A backbone that another machine computes: its numbers do not depend on this one."""
+
+    elsewhere: bool
+
+
 Precision = Literal["full", "tf32", "half"]
 
 

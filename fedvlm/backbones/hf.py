@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast, overload
 
@@ -21,12 +21,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedvlm.backbones.alone import each_alone
 from fedvlm.backbones.base import RAW, Backbone, Precision, ViewFormat
 from fedvlm.backbones.model_folder import PREPROCESSING, ModelConfig, VisionConfig, fingerprint, loading, read_config
 from fedvlm.backbones.preprocessing import TwoSteps, in_two_steps
 from fedvlm.errors import FedvlmError
 from fedvlm.system.timing import timed
-from fedvlm.towers.products import fast_linear
+from fedvlm.towers.frozen import FrozenImages, FrozenTexts
+from fedvlm.towers.products import fast_linear, tracing
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers, Towers
 from fedvlm.towers.whole import WholeModel
@@ -197,6 +199,30 @@ class HuggingFaceModel(Generic[Model]):
     def processor(self) -> Processor:
         raise NotImplementedError
 
+    def computed(
+        self,
+        images: Sequence[Image.Image | Tensor],
+        together: Callable[[Tensor], Tensor],
+        alone: Callable[[FrozenImages, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """What `together` gives for the images' pixels. On a CPU each image is computed by itself: by `alone`, which is
+        faster, where the tower is one of those that it knows; not where the model is exported to ONNX, whose graph takes
+        any number of images."""
+        if self.device.type != "cpu" or tracing():
+            with torch.no_grad():
+                return together(self.pixels(images)).cpu()
+
+        def one_by_one(pixels: Tensor) -> Tensor:
+            with fast_linear(pixels):  # a copy of each, since products may depend on where in memory their input begins
+                return torch.cat([together(one[None].clone()) for one in pixels])
+
+        encode = partial(alone, self.frozen_images) if alone else one_by_one
+        return each_alone(lambda part: encode(self.pixels(part)), images)
+
+    @cached_property
+    def frozen_images(self) -> FrozenImages:
+        raise NotImplementedError
+
 
 def logit_scale(name: str, folder: Path, files: Sequence[Path]) -> float:
     for file in files:
@@ -251,31 +277,40 @@ class Clip(HuggingFaceModel["CLIPModel"]):
             return self.steps.pixels(image)
         return image if view == "pixels" else self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
 
-    @torch.no_grad()
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        return F.normalize(self.embeddings(images), dim=-1).cpu()
+        return F.normalize(self.embeddings(images), dim=-1)
 
-    @torch.no_grad()
     def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
         """[images, dim], before they are normalised."""
-        # a tenth less time on a CPU: of the last layer, only the class token is computed. Not for ONNX, where this would fix
-        # the number of images
-        if self.device.type == "cpu" and not torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            return self.image_layers.features(self.first_layer_input(images)[None])[0]
-        pooled = self.model.vision_model(pixel_values=self.pixels(images)).pooler_output
-        found: Tensor = self.model.visual_projection(pooled)
+        return self.computed(images, self.embeddings_of, FrozenImages.embeddings)
+
+    def embeddings_of(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
         return found
 
     @cached_property
     def image_layers(self) -> ImageLayers:
         return ImageLayers.of(self.model)
 
-    @torch.no_grad()
+    @cached_property
+    def frozen_images(self) -> FrozenImages:
+        return FrozenImages(self.model.vision_model, self.image_layers)
+
+    @cached_property
+    def frozen_texts(self) -> FrozenTexts:
+        return FrozenTexts(self.text_tower)
+
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
+        if self.device.type == "cpu":
+            return F.normalize(each_alone(self.frozen_texts.embeddings, phrases), dim=-1)
+        with torch.no_grad():
+            return F.normalize(self.texts_together(phrases), dim=-1).cpu()
+
+    def texts_together(self, phrases: Sequence[str]) -> Tensor:
         # padding changes nothing: the tower is causal, and its output is read at the end-of-text token
         tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt").to(self.device)
-        pooled = self.model.text_model(**tokens).pooler_output
-        return F.normalize(self.model.text_projection(pooled), dim=-1).cpu()
+        found: Tensor = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
+        return found
 
     @cached_property
     def vision_config(self) -> VisionConfig:
@@ -298,7 +333,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         """raw, hidden@k and patches as below. pixels: resized and cropped as for CLIP, uint8, which takes a quarter of the
         space of float32; ImageTower normalises them."""
         if view == RAW:
-            return self.embeddings(images).cpu()
+            return self.embeddings(images)
         if view.startswith("hidden@"):
             return self.hidden(images, self.layers_below(view))
         if view == "patches":
@@ -309,16 +344,18 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         found = self.processor(images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt")
         return found["pixel_values"].to(torch.uint8)
 
-    @torch.no_grad()
     def patches(self, images: Sequence[Image.Image]) -> Tensor:
         """float16 [images, 1 + patches, dim]: the embedding, then the last layer's patch tokens after the same norm and
         projection, all L2-normalised. These are FedOTP's dense features. We use them for LoCoOp and GalLoP too, whose
         code takes for a patch the last layer's output if each token attended to itself alone."""
-        pixels = self.pixels(images)
-        with fast_linear(pixels):
+
+        def together(pixels: Tensor) -> Tensor:
             states = self.model.vision_model(pixel_values=pixels).last_hidden_state
-        found = self.model.visual_projection(self.model.vision_model.post_layernorm(states))
-        return F.normalize(found, dim=-1).half().cpu()
+            found: Tensor = self.model.visual_projection(self.model.vision_model.post_layernorm(states))
+            return found
+
+        found = self.computed(images, together, FrozenImages.patches)
+        return F.normalize(found, dim=-1).half()
 
     def layers_below(self, view: str) -> int:
         """How many layers of the image tower lie below the view hidden@k: k or, where k < 0, all but the last −k."""
@@ -331,18 +368,20 @@ class Clip(HuggingFaceModel["CLIPModel"]):
             )
         return int(k) % layers
 
-    @torch.no_grad()
     def hidden(self, images: Sequence[Image.Image], layers: int) -> Tensor:
         """Activations [images, 1 + patches, width] after the first `layers` layers; 0: the input of the first."""
-        x = self.first_layer_input(images)
-        with fast_linear(x):
+
+        def together(pixels: Tensor) -> Tensor:
+            x = self.first_layer_input(pixels)
             for layer in self.model.vision_model.encoder.layers[:layers]:
                 x = layer(x, attention_mask=None)
-        return x.cpu()
+            return x
 
-    def first_layer_input(self, images: Sequence[Image.Image]) -> Tensor:
+        return self.computed(images, together, lambda tower, pixels: tower.hidden(pixels, layers))
+
+    def first_layer_input(self, pixels: Tensor) -> Tensor:
         vision = self.model.vision_model
-        found: Tensor = vision.pre_layrnorm(vision.embeddings(self.pixels(images)))
+        found: Tensor = vision.pre_layrnorm(vision.embeddings(pixels))
         return found
 
     @cached_property

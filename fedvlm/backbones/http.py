@@ -121,7 +121,7 @@ class _HttpsHandler(HTTPSHandler):
 
 
 class Endpoint:
-    black_box = True
+    black_box, elsewhere = True, True
 
     def __init__(self, url: str):
         allowed.origin(url)  # an error where it is no address

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fedvlm.backbones.alone import each_alone
 from fedvlm.backbones.base import checked_embeddings
 from fedvlm.backbones.hf import clip_processor
 from fedvlm.core.records import parsed, read_text
@@ -51,7 +52,7 @@ class Onnx:
         if not os.path.isfile(path):  # noqa: PTH113 (Path's raises for a name that is too long)
             raise FedvlmError(f"{self.label}: no such file; give the path of an .onnx model")
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()  # so that OMP_NUM_THREADS limits onnxruntime too
+        options.intra_op_num_threads = 1  # `each_alone` has a thread for each core
         options.log_severity_level = 4
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -84,20 +85,24 @@ class Onnx:
         return inputs[0].name, batch, height, width
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
-        parts = [torch.empty(0, self.dim)] if not images else []
-        step = self.batch or len(images) or 1
-        for first in range(0, len(images), step):
-            part = list(images[first : first + step])
-            part += part[-1:] * (self.batch - len(part) if self.batch else 0)  # a fixed batch size must be met
-            try:
-                pixels = self.processor(images=part, do_convert_rgb=True, return_tensors="np")["pixel_values"]
-                found = self.session.run(None, {self.input: pixels.astype(np.float32)})[0]
-            except Exception as error:
-                raise FedvlmError(
-                    f"{self.label}: onnxruntime failed; does {SIDECAR} fit the model? ({error})"
-                ) from error
-            parts.append(checked_embeddings(found, len(part), f"{self.label}: its first output", self.dim))
-        return torch.cat(parts)[: len(images)]
+        """Each image by itself; a model with a fixed batch size takes so many, the last one again where they are fewer."""
+        if not images:
+            return torch.empty(0, self.dim)
+        step = self.batch or 1
+
+        def encode(part: Sequence[Image.Image]) -> Tensor:
+            return torch.cat([self._run(list(part[first : first + step])) for first in range(0, len(part), step)])
+
+        return encode(images) if self.batch else each_alone(encode, images)
+
+    def _run(self, part: list[Image.Image]) -> Tensor:
+        filled = part + part[-1:] * (self.batch - len(part) if self.batch else 0)
+        try:
+            pixels = self.processor(images=filled, do_convert_rgb=True, return_tensors="np")["pixel_values"]
+            found = self.session.run(None, {self.input: pixels.astype(np.float32)})[0]
+        except Exception as error:
+            raise FedvlmError(f"{self.label}: onnxruntime failed; does {SIDECAR} fit the model? ({error})") from error
+        return checked_embeddings(found, len(filled), f"{self.label}: its first output", self.dim)[: len(part)]
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         return None

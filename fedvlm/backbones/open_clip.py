@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.backbones import ASSETS, BUNDLED
+from fedvlm.backbones.alone import each_alone
 from fedvlm.backbones.base import RAW, Backbone, ViewFormat
 from fedvlm.backbones.hf import Clip, HuggingFaceModel, Processor, logit_scale, quiet
 from fedvlm.backbones.model_folder import OPEN_CLIP_WEIGHTS, ModelConfig, loading
@@ -39,7 +40,6 @@ from fedvlm.backbones.siglip import PaddedTokenizer, Siglip
 from fedvlm.backbones.timm_vit import ImageEncoder, heads_of
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
-from fedvlm.towers.products import fast_linear
 from fedvlm.towers.text import TextTower
 
 if TYPE_CHECKING:
@@ -234,20 +234,19 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         return F.normalize(self.encode(images, RAW), dim=-1)
 
-    @torch.no_grad()
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
-        return F.normalize(self.model.text(phrases), dim=-1).cpu()
+        if self.device.type == "cpu":
+            found = each_alone(lambda part: torch.cat([self.model.text([one]) for one in part]), phrases)
+            return F.normalize(found, dim=-1)
+        with torch.no_grad():
+            return F.normalize(self.model.text(phrases), dim=-1).cpu()
 
     def view_format(self, view: str) -> ViewFormat | None:
         return ViewFormat((self.dim,)) if view in self.views else None
 
-    @torch.no_grad()
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
         """Its only further view: raw."""
-        pixels = self.pixels(images)
-        with fast_linear(pixels):
-            found: Tensor = self.model.image(pixels).cpu()
-        return found
+        return self.computed(images, self.model.image)
 
     @cached_property
     def text_tower(self) -> TextTower | None:

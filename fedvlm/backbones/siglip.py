@@ -9,6 +9,7 @@ model's own tokenizer does: lower case and, for the first SigLIP, no punctuation
 
 from __future__ import annotations
 
+import copy
 import string
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -16,16 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedvlm.backbones.base import RAW, ViewFormat
 from fedvlm.backbones.hf import Clip, ImageTower, Processor
 from fedvlm.backbones.model_folder import loading
 from fedvlm.core.records import parsed, read_text
 from fedvlm.errors import FedvlmError
-from fedvlm.towers.products import fast_linear
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers, Towers
 
@@ -115,20 +113,21 @@ class Siglip(Clip):
             first = special_tokens(self.folder).get("tokenizer_class", "").startswith("SiglipTokenizer")
             return PaddedTokenizer(self.folder, keeps_punctuation=not first)
 
-    @torch.no_grad()
-    def embeddings(self, images: Sequence[Image.Image]) -> Tensor:
-        pixels = self.pixels(images)
-        with fast_linear(pixels):
-            found: Tensor = self.siglip.vision_model(pixel_values=pixels).pooler_output
+    def embeddings_of(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.siglip.vision_model(pixel_values=pixels).pooler_output
         return found
 
-    @torch.no_grad()
-    def texts(self, phrases: Sequence[str]) -> Tensor | None:
+    @cached_property
+    def image_layers(self) -> ImageLayers:
+        return ImageLayers.of_siglip(self.siglip)
+
+    def texts_together(self, phrases: Sequence[str]) -> Tensor:
         text = self.siglip.text_model
         length, pad = text.config.max_position_embeddings, self.tokenizer.pad_token_id
         ids = self.tokenizer(list(phrases), max_length=length)["input_ids"]
         padded = torch.tensor([one + [pad] * (length - len(one)) for one in ids], device=self.device)
-        return F.normalize(text(input_ids=padded).pooler_output, dim=-1).cpu()
+        found: Tensor = text(input_ids=padded).pooler_output
+        return found
 
     def view_format(self, view: str) -> ViewFormat | None:
         if view == "patches":
@@ -138,19 +137,19 @@ class Siglip(Clip):
             return found._replace(shape=(found.shape[0] - 1, *found.shape[1:]))  # there is no class token
         return found
 
-    def first_layer_input(self, images: Sequence[Image.Image]) -> Tensor:
-        found: Tensor = self.siglip.vision_model.embeddings(self.pixels(images))
+    def first_layer_input(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.siglip.vision_model.embeddings(pixels)
         return found
 
     @cached_property
     def image_tower(self) -> ImageTower:
-        return ImageTower(self.load().vision_model, nn.Identity(), self.processor)
+        return ImageTower(copy.deepcopy(self.frozen).vision_model, nn.Identity(), self.processor)
 
     @cached_property
     def text_tower(self) -> TextTower:
-        return TextTower.of_siglip(cast("SiglipModel", self.load()), self.tokenizer)
+        return TextTower.of_siglip(cast("SiglipModel", self.frozen), self.tokenizer)
 
     @cached_property
     def both_towers(self) -> Towers:
-        model = cast("SiglipModel", self.load())
+        model = cast("SiglipModel", self.frozen)
         return Towers(ImageLayers.of_siglip(model), TextTower.of_siglip(model, self.tokenizer))

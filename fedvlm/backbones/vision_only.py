@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
-import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +17,6 @@ from fedvlm.backbones.hf import HuggingFaceModel, Processor
 from fedvlm.backbones.model_folder import loading, read_config
 from fedvlm.errors import FedvlmError
 from fedvlm.system.names import printable
-from fedvlm.towers.products import fast_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
@@ -66,14 +64,16 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
     def view_format(self, view: str) -> ViewFormat | None:
         return ViewFormat((self.dim,)) if view in ("embedding", RAW) else None
 
-    @torch.no_grad()
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
         """Its only further view: raw."""
-        pixels = self.pixels(images)
-        with fast_linear(pixels):
-            output = self.model(pixel_values=pixels)
-        found: Tensor = output.pooler_output if self.pooled else output.last_hidden_state[:, 0]
-        return found.cpu()
+        model = self.model  # loaded before threads ask for it
+
+        def embeddings_of(pixels: Tensor) -> Tensor:
+            output = model(pixel_values=pixels)
+            found: Tensor = output.pooler_output if self.pooled else output.last_hidden_state[:, 0]
+            return found
+
+        return self.computed(images, embeddings_of)
 
     def texts(self, phrases: Sequence[str]) -> Tensor | None:
         return None

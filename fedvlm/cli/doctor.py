@@ -38,6 +38,7 @@ def examine() -> Iterator[Finding]:
     yield _threads()
     yield from _extras()
     yield _backbone()
+    yield _same_bits()
 
 
 def _python() -> Finding:
@@ -124,3 +125,26 @@ def _backbone() -> Finding:
     except Exception as error:
         fix = "install fedvlm again (its files in fedvlm/backbones/assets/mini-clip)"
         return Finding("broken", f"mini-clip does not load: {type(error).__name__}: {error}", fix)
+
+
+def _same_bits() -> Finding:
+    """Whether an image's features are the same alone, beside others, in another order and with one core."""
+    try:
+        import torch
+        from PIL import Image
+
+        from fedvlm import backbones
+        from fedvlm.backbones.alone import encoder_threads
+        from fedvlm.backbones.arithmetic import arithmetic
+
+        model, grey = backbones.load("mini-clip"), Image.linear_gradient("L")
+        images = [grey.rotate(40 * k).convert("RGB") for k in range(9)]
+        together, alone = model.images(images), torch.cat([model.images([image]) for image in images])
+        with encoder_threads(1):
+            turned = model.images(images[::-1]).flip(0)
+        if torch.equal(together, alone) and torch.equal(together, turned):
+            return Finding("ok", f"features by {arithmetic()}: an image's do not depend on those beside it (tried)")
+        what = f"features by {arithmetic()}: an image's last bits depend on the images beside it"
+        return Finding("broken", what, "please report this with the line above; results are right up to rounding")
+    except Exception as error:
+        return Finding("broken", f"features cannot be compared: {type(error).__name__}: {error}", "see the lines above")

@@ -220,6 +220,8 @@ class RunRecord:
     published: dict[str, float | str] = field(default_factory=dict)  # the paper's numbers for this data, if any
     reveals: str = ""  # what clients send of private data beside parameters and numbers
     versions: dict[str, str] = field(default_factory=dict)
+    # with what each party computed ("server": the process that plays the rounds): a further entry where it changed
+    processors: dict[str, list[str]] = field(default_factory=dict)
     started: str = ""
     clients: list[str] = field(default_factory=list)
     homes: dict[str, str] = field(

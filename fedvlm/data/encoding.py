@@ -9,12 +9,9 @@ waits for its results.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fedvlm.backbones.alone import PIECE, pieces
 from fedvlm.backbones.base import Backbone, SafeInThreads
 from fedvlm.data import images as pictures
 from fedvlm.data.ahead import Ready
@@ -30,7 +28,6 @@ from fedvlm.system.timing import timed
 
 BATCH = 64  # images per call of an encoder
 GPU_BATCH, GPU_ROOM = 256, 30 << 30  # images per call on a GPU with so many bytes of memory; on a smaller one BATCH
-PIECE = 16  # images per call of a thread on a CPU; a row of fewer than four may differ in its last bits
 SEGMENT_ROWS, SEGMENT_BYTES = 2048, 64 << 20  # a segment is written at either size; a crash loses at most one segment
 
 Images = list[Image.Image | Tensor]
@@ -62,28 +59,6 @@ def pace_of(backbone: Backbone) -> Pace:
     roomy = torch.cuda.get_device_properties(backbone.device).total_memory >= GPU_ROOM
     batch = GPU_BATCH if roomy else BATCH
     return Pace(batch, batch, 2, cores())
-
-
-@contextmanager
-def encoder_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
-    """So many threads, each of which computes on one core; None for 0."""
-    if not count:
-        yield None
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # MKL has one setting for all threads
-    pool = ThreadPoolExecutor(count, "encode", initializer=partial(torch.set_num_threads, 1))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)
-
-
-def pieces(count: int, most: int) -> list[slice]:
-    """`count` images in parts of at most so many, as equal as possible."""
-    parts = -(-count // most)
-    return [slice(a, b) for a, b in pairwise(count * k // parts for k in range(parts + 1))]
 
 
 @dataclass

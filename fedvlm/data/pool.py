@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm import backbones, parts
-from fedvlm.backbones.base import RAW, Backbone, SafeInThreads, in_precision, offered, tower_of, view_format
+from fedvlm.backbones.base import RAW, Backbone, in_precision, offered, tower_of, view_format
 from fedvlm.config.config import OPEN, Config, Setup
 from fedvlm.config.layouts import check_adapter, notes_on
 from fedvlm.config.listed import templates_of
@@ -25,12 +25,11 @@ from fedvlm.data.images import BadImage, opened
 from fedvlm.data.mapped import mapped_rows
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
-from fedvlm.data.store import Progress, features, fingerprint, text_embeddings_by
+from fedvlm.data.store import Progress, features, fingerprint, text_embeddings
 from fedvlm.data.text import ALPHABET
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
 from fedvlm.system.timing import timed
-from fedvlm.towers.text import TextTower
 
 MAX_NOUNS = 1000  # names for outsiders that are kept
 Key = tuple[object, ...]
@@ -285,24 +284,11 @@ def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, p
         raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
     if candidates:
         known = [known[k * len(known) // candidates] for k in range(min(candidates, len(known)))]
-    assert isinstance(pool.task.tower, TextTower)  # an adapter that needs nouns requires it
-    device = backbone.device if isinstance(backbone, SafeInThreads) else None
-    encode = partial(_encode_names, pool.task.tower.to(device=device), template)
-    found = text_embeddings_by(backbone, known, encode, f"noun {template} ", progress)
-    assert found is not None
+    template = templates_of(template)[0]
+    found = text_embeddings(backbone, [template.replace("{}", name) for name in known], progress)
+    assert found is not None  # an adapter that needs nouns requires a text tower
     far = farthest_nouns(found @ pool.task.names().T, min(MAX_NOUNS, len(known)))
     return replace(pool, task=pool.task._replace(nouns=tuple(known[k] for k in far.tolist())))
-
-
-def _encode_names(tower: TextTower, template: str, names: list[str]) -> Tensor:
-    """Embeddings of phrases; the words before the name are encoded once for all, which takes a third of the time."""
-    template = templates_of(template)[0]
-    before, after = template.split("{}", 1)
-    context = tower.phrase(before.strip())[None, None]
-    with torch.no_grad():
-        if not context.shape[2]:
-            raise FedvlmError(f"template='{template}': names of outsiders need words before the name")
-        return tower.features(tower.plan(names, context.shape[2], ending=after.strip()), context)[0].cpu()
 
 
 def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fedvlm import backbones
+from fedvlm.backbones.alone import encoder_threads
 from fedvlm.backbones.base import RAW, Backbone, offered, view_format
 from fedvlm.config.config import Setup
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data.ahead import ready
-from fedvlm.data.encoding import Images, Pace, encoder_threads, pace_of
+from fedvlm.data.encoding import Images, Pace, pace_of
 from fedvlm.data.images import BadImage
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import Source, open_outsiders

@@ -1,10 +1,11 @@
 """The feature store: a cache on disk of what frozen encoders compute from images and phrases.
 
-There is one folder per backbone, preprocessing and view. It holds immutable segment files, each a table of rows with the
-content hash of the input (the key) and a checksum per row. A segment is written under a temporary name and then renamed,
-so that any number of processes may write at once: at worst a row is computed twice, and readers use the one stored first.
-A row whose checksum does not match is treated as missing and computed again. Many small segments are joined into one; a
-reader that finds a segment gone reads the folder again. A cache that cannot be written is used as it is.
+There is one folder per backbone, preprocessing, view and arithmetic of the machine that encodes. It holds immutable
+segment files, each a table of rows with the content hash of the input (the key) and a checksum per row. A segment is
+written under a temporary name and then renamed, so that any number of processes may write at once: at worst a row is
+computed twice, and readers use the one stored first. A row whose checksum does not match is treated as missing and
+computed again. Many small segments are joined into one; a reader that finds a segment gone reads the folder again. A cache
+that cannot be written is used as it is.
 
 The keys of a longer segment are also in a file of their own beside it, so that opening a view does not read its rows. That
 file is made by whoever opens a segment without one; where it is damaged or missing, the segment itself is read.
@@ -36,9 +37,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedvlm.backbones.alone import encoder_threads
+from fedvlm.backbones.arithmetic import computed_by
 from fedvlm.backbones.base import (
     RAW,
     Backbone,
+    Elsewhere,
     HasPrecisions,
     SafeInThreads,
     ViewFormat,
@@ -50,7 +54,7 @@ from fedvlm.data import encoding
 from fedvlm.data.ahead import Wanted, read_ahead, ready
 from fedvlm.data.columns import Words
 from fedvlm.data.corruptions import KINDS, corrupt
-from fedvlm.data.encoding import EncodingQueue, encoder_threads, pace_of
+from fedvlm.data.encoding import EncodingQueue, pace_of
 from fedvlm.data.images import BadImage, is_turned
 from fedvlm.data.index import KEY, Index, Place
 from fedvlm.data.source import Source, digest
@@ -70,6 +74,7 @@ ROWS, KEYS = ".rows", ".keys"  # how the names of segments end, and of the files
 CHECK = 4  # bytes of the checksum at the end of a file of keys
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 SEVERITIES = 5  # of each kind of corruption
+CPU = torch.device("cpu")
 ABANDONED = 3600  # seconds after which a temporary file is taken for the leftover of a crash
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -275,6 +280,8 @@ def open_view(backbone: Backbone, view: str = "embedding") -> View:
     name = f"{Path(backbone.name).name}-{backbone.fingerprint[:12]}-{view.replace('@', '-')}"
     if isinstance(backbone, HasPrecisions) and backbone.precision != "full" and view not in ("text", "pixels"):
         name += f"-{backbone.precision}"
+    if view != "pixels" and not isinstance(backbone, Elsewhere):  # another processor's rows have other last bits
+        name += f"-{computed_by(backbone.device if isinstance(backbone, SafeInThreads) else CPU)}"
     return View(
         home() / "features" / file_name(name),
         ViewFormat((backbone.dim,)) if view == "text" else view_format(backbone, view),
@@ -399,22 +406,10 @@ def corrupted(key: bytes, version: int | Corruption) -> tuple[bytes, Callable[[I
     return new_key, lambda image: corrupt(image, kind, severity, seed)
 
 
-def text_embeddings(backbone: Backbone, phrases: list[str]) -> Tensor | None:
+def text_embeddings(backbone: Backbone, phrases: list[str], progress: Progress | None = None) -> Tensor | None:
     """The phrases' embeddings [phrases, dim], stored like those of images; None if the backbone has no text tower."""
-    return text_embeddings_by(backbone, phrases, backbone.texts)
-
-
-def text_embeddings_by(
-    backbone: Backbone,
-    phrases: list[str],
-    encode: Callable[[list[str]], Tensor | None],
-    key_prefix: str = "",
-    progress: Progress | None = None,
-) -> Tensor | None:
-    """As `text_embeddings`, with a custom encoder. `key_prefix` must name that encoder: its rows are then stored apart
-    from those of `backbone.texts`, from which they may differ in their last bits."""
     stored = open_view(backbone, "text")
-    keys = {p: digest((key_prefix + p).encode()) for p in phrases}
+    keys = {p: digest(p.encode()) for p in phrases}
     found = {p: row for p, key in keys.items() if (row := stored.get(key)) is not None}
     missing = [p for p in keys if p not in found]
     if len(missing) > PHRASES:
@@ -424,7 +419,7 @@ def text_embeddings_by(
     for first in range(0, len(missing), encoding.SEGMENT_ROWS):
         segment = missing[first : first + encoding.SEGMENT_ROWS]
         with timed("encode"):
-            encoded = [encode(segment[k : k + at_once]) for k in range(0, len(segment), at_once)]
+            encoded = [backbone.texts(segment[k : k + at_once]) for k in range(0, len(segment), at_once)]
         if encoded[0] is None:
             return None
         rows = np.concatenate([e.numpy() for e in encoded if e is not None])

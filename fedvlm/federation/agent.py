@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import fedvlm
 from fedvlm import backbones
+from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.backbones.base import Backbone
 from fedvlm.config import trust
 from fedvlm.config.config import Setup
@@ -185,7 +186,7 @@ class Agent:
         self.client = Client(self.place)
         counts = [int(n) for n in (data.bounds[0, 1:] - data.bounds[0, :-1])]
         told = counts if self.rules.counts else [min(1, n) for n in counts]
-        return Ready(told, self.mark(pool), sorted(pool.extras), len(pool.skipped))
+        return Ready(told, self.mark(pool), sorted(pool.extras), len(pool.skipped), str(arithmetic()))
 
     def finish(self, header: Header, parts: dict[str, Params]) -> dict[str, Params]:
         """The finished run with the shared model, so that this site can use it with its own private part."""

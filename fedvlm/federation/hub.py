@@ -64,6 +64,7 @@ BACKBONE = "FEDVLM_BACKBONE"  # its own copy of the backbone, if given there
 SITES = "sites.json"  # in a run's folder: what each site said when it began
 MOST = 1 << 24  # bytes of an answer to look or begin
 MARK = 64  # characters of a site's mark
+MOST_SAID = 200  # characters of what a site says of its processor
 ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
 
 Answer = TypeVar("Answer", Hello, Ready)
@@ -292,6 +293,7 @@ class Play:
     def keep(self, run: RunFolder, ready: dict[str, Ready]) -> None:
         """Marks of the sites' data, to notice a change, and what came before the run's folder was there."""
         files.write(self.folder / SITES, json.dumps(self.known() | {n: r.mark for n, r in ready.items()}))
+        run.computed_by({n: printable(r.computed_by, MOST_SAID) for n, r in ready.items()})
         received = ledger.Ledger(self.folder / ledger.RECEIVED, sync=False)
         for name, step, round, frame in self.heard:
             header = unpack(frame)[0]

@@ -112,6 +112,7 @@ class Ready:
     mark: str  # changes with the site's data, and tells nothing of it
     extras: list[str]  # names of extra examples
     skipped: int  # files that cannot be read
+    computed_by: str  # its processor, library of products and instruction set
 
 
 Record = TypeVar("Record")

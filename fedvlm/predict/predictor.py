@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from fedvlm import backbones
+from fedvlm.backbones.alone import each_alone, encoder_threads
 from fedvlm.backbones.base import Backbone, encode_view
 from fedvlm.config.trust import PREDICTS
 from fedvlm.core.model import Model
@@ -53,15 +54,20 @@ class Predictor:
     @cached_property
     def prepared(self) -> Params:
         """The parameters, with what does not depend on images computed once."""
-        with torch.no_grad():
+        with torch.no_grad(), encoder_threads(1):
             return self.model.adapter.prepare(self.model.task, with_client_axis(self.params), {})
 
-    @torch.no_grad()
     def probabilities(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """[images, classes] or, for segmentation, the probability of each pixel to be inside the mask."""
+        """[images, classes] or, for segmentation, the probability of each pixel to be inside the mask. An image's do not
+        depend on the images beside it."""
         x = encode_view(self.backbone, [i.convert("RGB") for i in images], self.model.adapter.view)
-        logits = self.model.logits(self.prepared, x[None])[0]
-        return logits.sigmoid() if self.model.adapter.task_type is SEGMENTATION else logits.softmax(-1)
+        model, params = self.model, self.prepared
+
+        def found(row: torch.Tensor) -> torch.Tensor:
+            logits = model.logits(params, row[None, None].clone())[0]  # its place in memory may matter to a product
+            return logits.sigmoid() if model.adapter.task_type is SEGMENTATION else logits.softmax(-1)
+
+        return each_alone(lambda rows: torch.cat([found(row) for row in rows]), list(x))
 
     def masks(self, images: Sequence[Picture]) -> list[Image.Image]:
         """White inside, each as large as its image."""

@@ -1,24 +1,22 @@
-"""Products with a weight, x Wᵀ + b, by the faster of the two libraries that torch has for a CPU.
+"""Products with a weight, x Wᵀ + b, on a CPU by oneDNN where torch has its operator.
 
-`F.linear` in float32 uses MKL, which on AMD's processors has no AVX-512 and so reaches half of what oneDNN does (measured
-on an EPYC with AVX-512, one core, products of a small CLIP: 117 against 255 GFLOP/s). torch uses oneDNN for bfloat16 by
-itself. Which library is used depends on the processor alone, never on a measurement, so that all processes of a machine
-compute the same bits. A row does not depend on how many others there are, unless it is alone, nor on the number of
-threads.
+`F.linear` in float32 uses MKL, which is slower on most processors (measured with one core and the products of a small CLIP:
+with AVX-512 on an EPYC 117 against 258 GFLOP/s and on a Xeon 29 against 54, held to AVX2 120 against 132) and rounds a
+row otherwise where other rows are beside it. torch uses oneDNN for bfloat16 by itself. Which library is used depends on
+what torch was built with, never on a measurement or on the processor's maker.
 
 The operator is torch's own but not documented: without it, or where it fails, `F.linear` is used.
 
-    y = linear(x, weight, bias)       in place of F.linear
-    with fast_linear(x): …            in which modules' own calls of F.linear are made by it
+    y = linear(x, weight, bias)              in place of F.linear
+    product = frozen(weight, bias, rows)     y = product(x) for a weight that stays, and x of about so many rows
+    with fast_linear(x): …                   in which modules' own calls of F.linear are made by `linear`
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +24,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+FEW = 128  # rows up to which a frozen weight is kept in oneDNN's own layout, which takes its memory once more
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -85,11 +85,26 @@ def fast_linear(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if slow else FastLinear()
 
 
+def frozen(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+    """x ↦ x Wᵀ + b without a gradient. With few rows, putting a weight into oneDNN's layout takes a part of the
+    product's time that is noticed (a sixth at 65 rows), so it is done once."""
+    product = onednn() if weight.dtype == torch.float32 and weight.device.type == "cpu" else None
+    if product is None:
+        return lambda x: F.linear(x, weight, bias)
+    chosen = product
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, rows) if rows <= FEW else weight
+
+    def multiply(x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            return F.linear(x, weight, bias)
+        return chosen(x, laid_out, bias)
+
+    return multiply
+
+
 @cache
 def onednn() -> Product | None:
-    """oneDNN's product where MKL is the slower one and the operator works; else None."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available() or not amd():
-        return None
+    """oneDNN's product; None where its operator is missing or fails."""
     try:
         operator: PointwiseLinear = torch.ops.mkldnn._linear_pointwise
 
@@ -97,7 +112,8 @@ def onednn() -> Product | None:
             return operator(x, weight, bias, "none", [], "")
 
         x, weight, bias = torch.eye(3, 2), torch.tensor([[1.0, 2.0]]), torch.ones(1)
-        right = torch.equal(product(x, weight, bias), F.linear(x, weight, bias))
+        laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, 3)
+        right = all(torch.equal(product(x, w, bias), F.linear(x, weight, bias)) for w in (weight, laid_out))
     except (AttributeError, RuntimeError):
         return None
     return product if right else None
@@ -111,11 +127,3 @@ class PointwiseLinear(Protocol):
 
 def tracing() -> bool:
     return bool(torch.jit.is_tracing() or torch.compiler.is_compiling())  # type: ignore[attr-defined, no-untyped-call]
-
-
-def amd() -> bool:
-    name = "AuthenticAMD"
-    try:
-        return name in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return name in platform.processor()

@@ -33,7 +33,7 @@ from fedvlm.config.config import Setup, binding
 from fedvlm.core import many
 from fedvlm.core.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord, read_text
 from fedvlm.errors import FedvlmError
-from fedvlm.system import files
+from fedvlm.system import console, files
 from fedvlm.system.names import file_name, printable
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ SWEEP = "sweep"  # the folder of the runs that a sweep tried (sweep.py)
 KEEPS_ROWS = ("serial", "stacked")  # engines with the private rows of all clients in rows.bin
 SYNC_SHARE = 20  # waiting for the disk may take one part in so many of the time
 RESTORE = "restore it from a copy, or start the run anew elsewhere"
+SERVER = "server"  # what the process that plays the rounds is called in a record
 ADVICE = "finished rounds are kept: free some space or get write permission there, then `fedvlm resume` the run"
 
 
@@ -247,13 +248,31 @@ class RunFolder:
         """As a whole or not at all; tensors may tell of examples, and nobody else may read them."""
         files.write(self.folder / name, data, private=name.endswith(".safetensors"), sync=sync, advice=ADVICE)
 
+    def computed_by(self, found: dict[str, str]) -> None:
+        """Records with what each party computes now, which in a resumed run may be another processor than before."""
+        record = self.record
+        known = record.processors
+        changed = {who: what for who, what in found.items() if known.get(who, [""])[-1] != what}
+        if not changed:
+            return
+        for who in sorted(changed.keys() & known.keys()):
+            text = (
+                f"{who} computes with {changed[who]} from here on, before with {known[who][-1]}; last bits may differ"
+            )
+            console.warn(f"{self.folder}: {text}")
+            self.log(text)
+        added = {who: [*known.get(who, []), what] for who, what in changed.items()}
+        self.write("run.json", replace(record, processors=known | added).to_json().encode(), sync=True)
+
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError), (self.folder / "log.txt").open("a", encoding="utf-8") as out:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
 
 
 def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
+    from fedvlm.backbones.arithmetic import described
     from fedvlm.core.data import SPLITS
+    from fedvlm.engines.base import device_of
 
     name, _, fingerprint = pool.backbone.rpartition("@")
     task, source, home = pool.task, pool.source, setup.parts
@@ -286,6 +305,7 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
         published=recipe.published(setup.method.name, setup.method.on, source.name, setup.settings()),
         reveals=setup.merge.reveals,
         versions=versions(),
+        processors={SERVER: [described(device_of(setup))]},
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         clients=list(federation.names),
         homes={

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from fedvlm.backbones.arithmetic import described
 from fedvlm.config.config import Setup
 from fedvlm.core.adapter import HasDiagnostics
 from fedvlm.core.cohort import Carrier, Cohort
@@ -27,7 +28,7 @@ from fedvlm.privacy.secure.settings import Secure
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
 from fedvlm.system.timing import clock, timed
-from fedvlm.training.folder import STATE, RunFolder
+from fedvlm.training.folder import SERVER, STATE, RunFolder
 from fedvlm.training.privacy_plan import check_method, check_secure, planned, recorded
 from fedvlm.training.sampling import cohort_size, sampled
 from fedvlm.training.saved import check_state
@@ -76,6 +77,7 @@ def train_on(
     if run.done:
         return run
     with run.locked():
+        run.computed_by({SERVER: described(device_of(setup))})
         data = replace(federation.data, rounds=max(1, setup.config.rounds))
         declared = np.diff(data.bounds, axis=1)
         # a median of lengths depends on everybody: one client more could change how all others are shortened

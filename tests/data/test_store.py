@@ -14,6 +14,7 @@ from colours import BatchDependent, Colours, expected, small_store, write_images
 from PIL import Image
 from torch import Tensor
 
+from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.backbones.base import ViewFormat
 from fedvlm.data import encoding
 from fedvlm.data.source import Source, digest, open_source
@@ -216,7 +217,8 @@ def test_text_and_images_have_their_own_folders(source):
     model = Colours()
     features(source, model)
     text_embeddings(model, ["a cat", "a dog"])
-    assert sorted(e["view"] for e in listing()) == ["colours-0123456789ab-embedding", "colours-0123456789ab-text"]
+    names = [f"colours-0123456789ab-{view}-{arithmetic().mark}" for view in ("embedding", "text")]
+    assert sorted(e["view"] for e in listing()) == names
     assert len(open_view(model).index) == 22 and len(open_view(model, "text").index) == 2
 
 

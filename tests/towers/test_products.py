@@ -1,6 +1,8 @@
-"""Products with a weight: oneDNN's and MKL's give the same, and which is used does not depend on the batch."""
+"""Products with a weight, by oneDNN and by MKL: right, and of one shape the same again."""
 
 from __future__ import annotations
+
+import inspect
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 
 from fedvlm.towers import products
 
-WIDTHS = [(256, 768), (1024, 256), (96, 33)]
+WIDTHS = [(256, 768), (1024, 256), (96, 33), (48, 16), (256, 1), (7, 300), (512, 2048)]
 
 
 @pytest.fixture(params=["oneDNN", "MKL"])
@@ -16,14 +18,8 @@ def library(request, monkeypatch):
     if request.param == "MKL":
         monkeypatch.setattr(products, "onednn", lambda: None)
     elif products.onednn() is None:
-        monkeypatch.setattr(products, "amd", lambda: True)
-        products.onednn.cache_clear()
-        if products.onednn() is None:
-            products.onednn.cache_clear()
-            pytest.skip("no AVX-512 here, or a torch without oneDNN's operator")
-    yield request.param
-    if hasattr(products.onednn, "cache_clear"):
-        products.onednn.cache_clear()
+        pytest.skip("a torch without oneDNN's operator")
+    return request.param
 
 
 def tensors(inner: int, outer: int, rows: int = 130):
@@ -77,18 +73,32 @@ def test_gradient_of_a_gradient(library):
     assert torch.allclose(curvature.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("widths", WIDTHS[:2])
-def test_rows_do_not_depend_on_their_number_or_on_threads(library, widths):
-    """Down to four rows, as for MKL; images are encoded in pieces of at least that many tokens."""
-    x, weight, bias = tensors(*widths, rows=2 * 1040)
+@pytest.mark.parametrize("rows", [2, 66, 130, 258])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_a_frozen_weight_gives_the_same_product_again_and_in_any_place(library, widths, rows):
+    """What a tower rests on: of one shape on one core, the values of x alone decide. With MKL their place in memory does,
+    too, as far as 64 bytes go: torch's own allocations begin at a multiple of it."""
+    x, weight, bias = tensors(*widths, rows=rows)
     x = x.flatten(0, 1)
-    whole = products.linear(x, weight, bias)
-    for rows in (4, 5, 16, 65, 130, 1040):
-        assert torch.equal(products.linear(x[:rows], weight, bias), whole[:rows]), rows
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if before > 1 else 2)
-    assert torch.equal(products.linear(x, weight, bias), whole)
-    torch.set_num_threads(before)
+    product = products.frozen(weight, bias, rows)
+    first = product(x)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert torch.allclose(first.double(), exact, rtol=1e-5, atol=1e-4)
+    for offset in (1, 2, 3, 5) if library == "oneDNN" else (16, 32, 80):
+        moved = torch.empty(x.numel() + offset)[offset:].view_as(x).copy_(x)
+        assert torch.equal(product(moved), first), offset
+    assert torch.equal(products.frozen(weight.clone(), bias.clone(), rows)(x), first)
+
+
+def test_a_frozen_weight_takes_part_in_half_precision(library):
+    x, weight, bias = tensors(32, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products.frozen(weight, bias, 65)(x).dtype == torch.bfloat16
+
+
+def test_no_makers_name_decides():
+    """The same library on every processor that torch has the operator for."""
+    assert "AuthenticAMD" not in inspect.getsource(products) and "GenuineIntel" not in inspect.getsource(products)
 
 
 def test_other_precisions_are_left_to_torch(library):
