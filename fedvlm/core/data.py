@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core.seeds import keys, shuffled
+from fedvlm.core.state import aligned
 
 if TYPE_CHECKING:
     from fedvlm.privacy.descent import PrivateDescent
@@ -121,6 +122,10 @@ class Data:
         """x[rows] in a quarter of the time on a CPU (benchmarks/steps.py)."""
         return self.x.index_select(0, rows.reshape(-1)).view(*rows.shape, *self.x.shape[1:])
 
+    def part(self, low: int, high: int) -> Tensor:
+        """The examples of these rows."""
+        return aligned(self.x[low:high])
+
     def blocks(self, limit: int = 2048) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         """Every example once, for evaluating one model on all clients: x [1, m, ...], y [m], and the cell of each example,
         3 × (position of its client) + split. 2,048 examples at a time keep a hidden layer in the CPU cache."""
@@ -134,7 +139,7 @@ class Data:
             cell = cells[first : first + limit]
             low = int(bounds[0, 0]) + first
             part = slice(low, low + len(cell)) if rows is None else self.tensor(rows[first : first + len(cell)])
-            yield self.x[part][None], self.y[part], cell
+            yield aligned(self.x[part])[None], self.y[part], cell
 
     def lanes(self, limit: int = 4096) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
         """Every example once, for evaluating one model per client: x [clients, m, ...], y [clients, m], cells (−1 is

@@ -76,6 +76,15 @@ def nbytes(params: Params) -> int:
     return sum(v.numel() * v.element_size() for v in params.values())
 
 
+ALIGNMENT = 64  # bytes: torch's own tensors begin at a multiple of it
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, copied if need be to where torch itself would have put it. A library may round a product of the same numbers
+    otherwise where they begin elsewhere in memory, as a part of a larger tensor does and what is read from a file."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 def select(params: Params, names: Iterable[str]) -> Params:
     return {k: params[k] for k in names}
 

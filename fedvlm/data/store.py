@@ -50,6 +50,7 @@ from fedvlm.backbones.base import (
     offered,
     view_format,
 )
+from fedvlm.core.state import aligned
 from fedvlm.data import encoding
 from fedvlm.data.ahead import Wanted, read_ahead, ready
 from fedvlm.data.columns import Words
@@ -430,7 +431,7 @@ def text_embeddings(backbone: Backbone, phrases: list[str], progress: Progress |
             found[phrase] = row if other is None else other
         if progress:
             progress(first + len(segment), len(missing))
-    return torch.from_numpy(np.stack([found[p] for p in phrases]))
+    return aligned(torch.from_numpy(np.stack([found[p] for p in phrases])))
 
 
 def listing() -> Iterator[ViewSummary]:

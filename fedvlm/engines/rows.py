@@ -23,7 +23,7 @@ from typing import BinaryIO, cast
 import numpy as np
 import torch
 
-from fedvlm.core.state import Params
+from fedvlm.core.state import Params, aligned
 from fedvlm.errors import FedvlmError
 from fedvlm.system import files
 
@@ -197,7 +197,8 @@ class Rows:
     def _unpack(self, rows: np.ndarray) -> Params:
         flat = torch.from_numpy(rows)
         parts = torch.split(flat, [int(np.prod(s)) for s in self.shapes.values()], dim=1)
-        return {k: p.reshape(len(rows), *self.shapes[k]).contiguous() for k, p in zip(self.names, parts, strict=True)}
+        named = zip(self.shapes.items(), parts, strict=True)
+        return {name: aligned(p.reshape(len(rows), *shape).contiguous()) for (name, shape), p in named}
 
 
 def entries(places: np.ndarray, stamp: int | np.ndarray = 0, check: int | np.ndarray = 0) -> np.ndarray:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from fedvlm.core.schema import Schema
-from fedvlm.core.state import Message, Params, Reply, nbytes
+from fedvlm.core.state import Message, Params, Reply, aligned, nbytes
 from fedvlm.errors import BadMessage
 from fedvlm.federation.frames import HEAD, LIMIT
 from fedvlm.federation.frames import Channel as Channel
@@ -78,6 +78,8 @@ def unpack(data: bytes) -> tuple[Header, dict[str, Params]]:
         size = HEAD.unpack(data[:8])[0]
         header = read_header(json.loads(data[8 : 8 + size])["__metadata__"]["header"])
         flat = load(data)
+        for name, value in flat.items():
+            flat[name] = aligned(value)
     except (SafetensorError, ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
         raise BadMessage(f"a message is not readable ({type(error).__name__})") from error
     parts: dict[str, Params] = {}

@@ -32,7 +32,7 @@ from fedvlm.core.adapter import Task
 from fedvlm.core.data import SPLITS, Data, Extra
 from fedvlm.core.records import MethodRecord, PartRecord
 from fedvlm.core.schema import Schema
-from fedvlm.core.state import Message, Params, Reply
+from fedvlm.core.state import Message, Params, Reply, aligned
 from fedvlm.engines.rows import RESTORE, Rows
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, FedvlmError
@@ -128,7 +128,9 @@ class Client:
     def __init__(self, folder: Path):
         about = ClientRecord(**json.loads((folder / "client.json").read_text(encoding="utf-8")))
         torch.set_num_threads(max(1, about.threads))
-        public, mine = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
+        public, mine = (
+            {k: aligned(v) for k, v in load_file(folder / f"{name}.safetensors").items()} for name in ("public", "data")
+        )
         records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
         codes = {home: own.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
         setup = Setup(MethodRecord("client"), Config(), records, codes=codes)

@@ -180,7 +180,7 @@ class RunFolder:
         from safetensors import SafetensorError, safe_open
 
         from fedvlm.core.copies import filled
-        from fedvlm.core.state import Params, State
+        from fedvlm.core.state import Params, State, aligned
 
         path = self.folder / STATE
         if not path.exists():
@@ -191,7 +191,7 @@ class RunFolder:
         try:
             with safe_open(path, "pt") as file:
                 words = file.metadata()["saved"].split()
-                flat = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+                flat = {k: aligned(file.get_tensor(k)) for k in file.keys()}  # noqa: SIM118
             round = int(words[0])
             for name, value in flat.items():
                 kind, _, key = name.partition("/")

@@ -69,7 +69,7 @@ class Memorise(Local):
         """Sets α and β of one client in place."""
         low, high = int(data.bounds[at, 1]), int(data.bounds[at, 2])
         one = model.adapter.prepare(model.task, one, {})  # prompts are encoded once for all candidates
-        x, y, best, most = data.x[None, low:high], data.y[low:high], (self.amounts[0], self.sharpnesses[0]), -1.0
+        x, y, best, most = data.part(low, high)[None], data.y[low:high], (self.amounts[0], self.sharpnesses[0]), -1.0
         for amount in self.amounts if high > low else ():
             for sharpness in self.sharpnesses:
                 tried = one | {"amount": one["amount"] * 0 + amount, "sharpness": one["sharpness"] * 0 + sharpness}

@@ -204,7 +204,7 @@ def one_of(params: Params, at: int) -> Params:
 
 def examples_of(model: Model, params: Params, data: Data, at: int) -> Examples:
     low, mid, high = (int(b) for b in data.bounds[at, :3])
-    x = model.adapter.features(model.task, params, data.x[None, low:high])[0].double()
+    x = model.adapter.features(model.task, params, data.part(low, high)[None])[0].double()
     if data.private is not None:
         x = x * (data.private.clip / x.norm(dim=-1, keepdim=True)).clamp(max=1)
     return Examples(ridge.with_one(x) if "bias" in params else x, data.y[low:high], mid - low)
@@ -213,7 +213,7 @@ def examples_of(model: Model, params: Params, data: Data, at: int) -> Examples:
 def loss_of(model: Model, params: Params, data: Data, at: int) -> Tensor:
     """The mean training loss of the model that was sent."""
     low, mid = (int(b) for b in data.bounds[at, :2])
-    each = model.adapter.losses(model.logits(params, data.x[None, low:mid]), data.y[None, low:mid])
+    each = model.adapter.losses(model.logits(params, data.part(low, mid)[None]), data.y[None, low:mid])
     return each.mean() if mid > low else data.x.new_zeros(())
 
 

@@ -100,7 +100,7 @@ def training_blocks(params: Params, data: Data, block: int) -> Iterator[tuple[Pa
         one = {k: v[i : i + 1] if len(v) > 1 else v for k, v in params.items()}
         for first in range(int(low), int(high), block):
             last = min(first + block, int(high))
-            yield one, data.x[None, first:last], data.y[first:last]
+            yield one, data.part(first, last)[None], data.y[first:last]
 
 
 def mean_by_client(blocks: list[Tensor], data: Data, block: int) -> Tensor:

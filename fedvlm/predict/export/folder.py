@@ -21,6 +21,7 @@ from fedvlm.config.trust import PREDICTS, admitted
 from fedvlm.core.adapter import Adapter, HasLinearForm, Task
 from fedvlm.core.model import Model
 from fedvlm.core.records import ExportRecord, read_text
+from fedvlm.core.state import aligned
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import AXES, own
 from fedvlm.predict.export.card import card
@@ -138,7 +139,7 @@ def load(folder: str | Path, backbone: Backbone | None = None, trusted: bool = F
     adapter, encoder = with_encoder(about, folder, backbone, trusted)
     check_fingerprint(encoder, about.backbone.fingerprint, str(folder))
     try:
-        params = load_file(weights)
+        params = {k: aligned(v) for k, v in load_file(weights).items()}
     except (OSError, SafetensorError) as error:
         raise FedvlmError(f"{weights} is damaged ({printable(error, 200)}); export the run again") from error
     text = params.pop(TEXT, None)

@@ -20,7 +20,7 @@ from fedvlm.core.detection import SCORES, scores_of
 from fedvlm.core.metric import Additive, ClientView, PerClient
 from fedvlm.core.model import Model
 from fedvlm.core.schema import Field, Fields, Schema
-from fedvlm.core.state import Answer, Message, Params
+from fedvlm.core.state import Answer, Message, Params, aligned
 from fedvlm.rounds.steps.base import Step
 from fedvlm.rounds.steps.predict import Predictor, model_of, one_model, one_per_client, sums
 
@@ -98,10 +98,10 @@ def client_views(model: Model, params: Params, data: Data, same_for_all: bool) -
 
         def examples(name: str) -> tuple[Tensor, Tensor | None]:
             if name in data.extras:
-                return data.extras[name].x, data.extras[name].y
+                return aligned(data.extras[name].x), data.extras[name].y
             at = SPLITS.index(name)
             low, high = int(data.bounds[i, at]), int(data.bounds[i, at + 1])
-            return data.x[low:high], data.y[low:high]
+            return data.part(low, high), data.y[low:high]
 
         def blocks(name: str) -> tuple[Tensor, ...]:
             x = examples(name)[0]
