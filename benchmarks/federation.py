@@ -1,6 +1,9 @@
 """A federation across sites on NVFlare, all on this machine, with real kits, certificates and processes:
 
-    python benchmarks/federation.py same               # serial = loopback = NVFlare, to the bit (4 sites, 6 methods)
+    python benchmarks/federation.py same               # serial = loopback = NVFlare, to the bit: 3 sites of 37, 130 and 400
+                                                       # images, 7 methods
+    python benchmarks/federation.py processors         # sites with three processors (two are held to fewer instructions)
+                                                       # finish a run, and its record says so
     python benchmarks/federation.py faults=10          # what goes wrong, each ten times, and the final bits compared
     python benchmarks/federation.py faults=1 --only "server killed"
 
@@ -23,9 +26,11 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from processors import SETTINGS  # beside this file
 
 ROOT = Path(__file__).resolve().parent.parent
 STYLES = ("noto", "openmoji", "twemoji", "fluent")
@@ -33,6 +38,8 @@ CLASSES = ("bird", "clock", "fruit", "hand", "train")
 EACH, ROUNDS = 12, 5
 METHODS = ("fedavg", "fedot", "fft-gp", "focoop", "feddtl", "fedavg secure=true", "moments")
 KEPT = ("state.safetensors",)
+SIZES = (37, 130, 400)  # images of the sites of `same`: less than a piece of an encoder's thread, several, and many
+ON_PROCESSORS = ("fedavg", "fedot", "fft-gp", "moments")
 
 
 def styles() -> list[str]:
@@ -44,11 +51,24 @@ def styles() -> list[str]:
     return enough[:4]
 
 
+def chosen(names: list[str], size: int) -> list[str]:
+    """So many images of one style, of all classes in turn; 0: EACH of each of CLASSES."""
+    by_class: dict[str, list[str]] = {}
+    for name in sorted(names):
+        by_class.setdefault(name.split("/")[1], []).append(name)
+    if not size:
+        return [name for label in CLASSES for name in by_class[label][:EACH]]
+    turns = sorted((k, name) for found in by_class.values() for k, name in enumerate(found))
+    return [name for _, name in turns[:size]]
+
+
 class Federation:
     """A server and its sites in processes of their own."""
 
-    def __init__(self, place: Path, sites: list[str], fault: str = ""):
+    def __init__(self, place: Path, sites: list[str], fault: str = "", sizes: Sequence[int] = ()):
+        """sizes: of the sites' data; without it, EACH images of each of CLASSES."""
         self.place, self.sites = place, sites
+        self.settings: dict[str, dict[str, str]] = {}  # further variables of a site's environment
         self.network = Network() if fault == "network cut for 20 s" else None
         self.disk = place / f"home-{sites[-1]}" if fault == "disk of a site full" else None
         if self.disk:
@@ -63,11 +83,10 @@ class Federation:
         }
         self.images = place / "images"
         with zipfile.ZipFile(ROOT / "fedvlm" / "data" / "assets" / "emoji.zip") as box:
-            for style in sites:
-                for label in CLASSES:
-                    for name in sorted(n for n in box.namelist() if n.startswith(f"{style}/{label}/"))[:EACH]:
-                        (self.images / name).parent.mkdir(parents=True, exist_ok=True)
-                        (self.images / name).write_bytes(box.read(name))
+            for style, size in zip(sites, sizes or [0] * len(sites), strict=True):
+                for name in chosen([n for n in box.namelist() if n.startswith(f"{style}/")], size):
+                    (self.images / name).parent.mkdir(parents=True, exist_ok=True)
+                    (self.images / name).write_bytes(box.read(name))
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
@@ -84,7 +103,9 @@ class Federation:
     def start(self, name: str, fault: str = "") -> None:
         """`fault`: what is wrong with this site (one of REFUSED)."""
         kit, home = self.place / "kits" / f"{name}.zip", self.place / f"home-{name}"
-        images, env, more = self.images / name, self.env, list[str]()
+        # a feature store of its own, as on a machine of its own
+        images, more = self.images / name, list[str]()
+        env = self.env | {"FEDVLM_CACHE": str(self.place / f"cache-{name}")} | self.settings.get(name, {})
         if fault == "other classes":
             images = self.place / "other-classes"
             if not images.exists():
@@ -93,7 +114,7 @@ class Federation:
         if fault == "another backbone":
             more = [f"backbone={self.other_backbone()}"]
         if fault == "another version":
-            env = self.env | {"PYTHONPATH": str(self.other_version()) + os.pathsep + self.env["PYTHONPATH"]}
+            env |= {"PYTHONPATH": str(self.other_version()) + os.pathsep + self.env["PYTHONPATH"]}
         rules = self.place / f"{name}.yaml"
         rules.write_text("reveals: true\n")  # feddtl's clients send embeddings
         more.append(f"rules={rules}")
@@ -222,9 +243,12 @@ class Network:
 
 
 @contextlib.contextmanager
-def federation(sites: list[str], fault: str = "") -> Iterator[Federation]:
+def federation(
+    sites: list[str], fault: str = "", sizes: Sequence[int] = (), settings: Sequence[dict[str, str]] = ()
+) -> Iterator[Federation]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Federation(Path(folder), sites, fault)
+        made = Federation(Path(folder), sites, fault, sizes)
+        made.settings = dict(zip(sites, settings, strict=False))
         try:
             made.up()
             yield made
@@ -235,7 +259,7 @@ def federation(sites: list[str], fault: str = "") -> Iterator[Federation]:
 def same(first: int) -> tuple[int, int, list[str]]:
     """`first`: the number of methods that are left out (they were tried before)."""
     lines, lost = [], 0
-    with federation(styles()) as fed:
+    with federation(styles()[: len(SIZES)], sizes=SIZES) as fed:
         for method in METHODS[first:]:
             tag = method.split()[0] + ("-secure" if "secure" in method else "")
             fed.reference(method, "serial", f"serial-{tag}")
@@ -253,6 +277,25 @@ def same(first: int) -> tuple[int, int, list[str]]:
             lines.append(f"{method}: {'the same bits' if not odd else 'differs in ' + ', '.join(odd)} ({took:.0f} s)")
             print(lines[-1], flush=True)
     return len(METHODS) - first, lost, lines
+
+
+def processors(first: int) -> tuple[int, int, list[str]]:
+    """Sites whose processors differ: a run ends, and its record names each."""
+    lines, lost = [], 0
+    settings = list(SETTINGS.values())
+    with federation(styles()[: len(settings)], sizes=(60,) * len(settings), settings=settings) as fed:
+        for method in ON_PROCESSORS[first:]:
+            code = fed.run(method, f"processors-{method}").wait()
+            if code:
+                lines.append(f"{method}: exit code {code}")
+            else:
+                record = json.loads((fed.place / f"processors-{method}" / "run.json").read_text())
+                found = {site: record["processors"][site][-1] for site in fed.sites}
+                odd = "" if len(set(found.values())) == len(fed.sites) and record["result"] else ", which are not all"
+                lines.append(f"{method}: finished by {found}{odd}")
+            lost += bool(code or odd)
+            print(lines[-1], flush=True)
+    return len(ON_PROCESSORS) - first, lost, lines
 
 
 def tensors(path: Path) -> dict[str, bytes]:
@@ -455,7 +498,7 @@ def differing(run: Path, reference: Path) -> list[str]:
     return [k for k in other if k.startswith("shared/") and one.get(k) != other[k]]
 
 
-DEFAULTS = {"same": 0, "faults": 10}
+DEFAULTS = {"same": 0, "processors": 0, "faults": 10}
 
 
 def main() -> int:
@@ -469,7 +512,8 @@ def main() -> int:
     for word in args.checks:
         name, _, number = word.partition("=")
         count = int(number or DEFAULTS[name])
-        tried, lost, lines = same(count) if name == "same" else faults(count, args.only)
+        checks = {"same": same, "processors": processors, "faults": lambda number: faults(number, args.only)}
+        tried, lost, lines = checks[name](count)
         found[name] = {"tried": tried, "lost": lost, "lines": lines}
         print(f"{name}: {tried} tried, {lost} lost", flush=True)
     if args.out:

@@ -1,6 +1,7 @@
 """Whether an image's features depend on it, the weights and the processor alone:
 
     python benchmarks/processors.py                  # native, held to AVX2, held to SSE4.2; some ten minutes on two cores
+    python benchmarks/processors.py --predictions    # the same run on each: how many predictions differ (minutes)
     python benchmarks/processors.py --short          # 8 images, no other tests: what the suite runs (half a minute)
 
 For each setting, in a process of its own: images grouped in six ways and computed with 1, 2 and 4 threads, by the feature
@@ -142,16 +143,75 @@ def run_setting(name: str, count: int, tests: bool) -> bool:
     return good
 
 
+METHODS = ("fedavg", "fedot", "fft-gp", "moments")
+
+
+def predictions(place: Path) -> dict[str, list[list[float]]]:
+    """By method, the probabilities that the shared and the first client's model give to test images, after ten rounds."""
+    import torch
+
+    import fedvlm
+    from fedvlm.data.source import decode, open_source
+    from fedvlm.predict.predictor import from_run
+    from fedvlm.training.folder import RunFolder
+
+    images_of(place / "images", 999)
+    source = open_source(str(place / "images"))
+    images = [decode(data) for _, data in source.read()][::3]
+    found = {}
+    for method in METHODS:
+        run = fedvlm.run(method, data=str(place / "images"), rounds=10, engine="serial", out=str(place / method))
+        client = run.record.clients[0]
+        for whose in ("", client):
+            predictor = from_run(RunFolder(run.folder), whose)
+            found[f"{method}, {predictor.whose}"] = predictor.probabilities(images).tolist()
+    print(f"{torch.__version__}", file=sys.stderr)
+    return found
+
+
+def compare_predictions() -> int:
+    """A table: images whose most probable class differs between settings, and the largest difference of a probability."""
+    found = {}
+    for name, setting in SETTINGS.items():
+        with tempfile.TemporaryDirectory() as place:
+            own = {"PYTHONPATH": str(ROOT), "FEDVLM_CACHE": f"{place}/cache", "OMP_NUM_THREADS": "1"}
+            env = os.environ | setting | own
+            call = [sys.executable, __file__, "--predict", place]
+            done = subprocess.run(call, env=env, capture_output=True, text=True)
+            if done.returncode:
+                print(done.stderr[-3000:])
+                return 1
+            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    print("| model | " + " | ".join(f"native and {name}" for name in list(SETTINGS)[1:]) + " |")
+    print("|---|" + "---|" * (len(SETTINGS) - 1))
+    for model, native in found["native"].items():
+        cells = []
+        for name in list(SETTINGS)[1:]:
+            pairs = list(zip(native, found[name][model], strict=True))
+            odd = sum(one.index(max(one)) != other.index(max(other)) for one, other in pairs)
+            most = max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+            cells.append(f"{odd} of {len(pairs)}; at most {most:.1e}")
+        print(f"| {model} | " + " | ".join(cells) + " |", flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--images", type=int, default=0)
+    parser.add_argument("--predictions", action="store_true")
+    parser.add_argument("--predict", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     count = asked.images or (8 if asked.short else 333)
     if asked.measure:
         print(json.dumps(measure(count, Path(asked.measure))))
         return 0
+    if asked.predict:
+        print(json.dumps(predictions(Path(asked.predict))))
+        return 0
+    if asked.predictions:
+        return compare_predictions()
     good = [run_setting(name, count, not asked.short) for name in SETTINGS]
     print("the same bits everywhere" if all(good) else "something differs")
     return 0 if all(good) else 1

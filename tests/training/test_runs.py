@@ -16,9 +16,11 @@ from filelock import FileLock, Timeout
 from helpers import scores, small_setup, train_small
 
 from fedvlm import api
+from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
+from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planning import Job
 from fedvlm.training.processes import run_all
@@ -203,6 +205,25 @@ def test_what_a_run_records(images, tmp_path):
     assert {"round", "bytes_down", "bytes_up", "seconds", "shared", "personal", "newcomer", "G", "P"} <= set(last)
     assert record.finished.selected["round"] in range(4) and record.finished.last == last
     assert json.loads((run.folder / "run.json").read_text()) == json.loads(record.to_json())
+
+
+def test_a_run_says_with_what_it_was_computed_and_where_that_changed(images, tmp_path, monkeypatch, capsys):
+    whole = small_setup(images, rounds=2)
+    run = RunFolder(tmp_path / "run")
+
+    def stop(record: RoundRecord) -> None:
+        if record["round"] == 1:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train.train(whole, Pools().load(whole), run.folder, stop)
+    here = str(arithmetic())
+    assert run.record.processors == {"server": [here]} and arithmetic().mark in here
+    monkeypatch.setattr(train, "described", lambda device: "oneDNN, AVX2, on another processor (00000000)")
+    train.train(whole, Pools().load(whole), run.folder)
+    assert run.done and run.record.processors == {"server": [here, "oneDNN, AVX2, on another processor (00000000)"]}
+    told = "server computes with oneDNN, AVX2, on another processor (00000000) from here on"
+    assert told in (run.folder / "log.txt").read_text() and told in capsys.readouterr().err
 
 
 def test_a_run_folder_is_all_that_is_needed_to_go_on(images, tmp_path):
