@@ -32,6 +32,7 @@ from fedvlm.core.local import Local
 from fedvlm.core.merge import Merge
 from fedvlm.core.state import Message, Params, Reply, State, is_running_statistic
 from fedvlm.core.tasks import SEGMENTATION
+from fedvlm.data import encode_server
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import Item, Source
 from fedvlm.engines.stacked import Stacked
@@ -426,6 +427,13 @@ class InProcess:
         self.alive = False
 
     kill = stop
+
+
+def all_answered(running: encode_server.Server) -> None:
+    """Waits until no request is under way: all that the server writes into its log about them is there."""
+    for _ in range(encode_server.CONNECTIONS):
+        assert running.connections.acquire(timeout=10), "a request is still under way"
+    running.connections.release(encode_server.CONNECTIONS)
 
 
 def state_of(folder: Path) -> dict[str, bytes]:

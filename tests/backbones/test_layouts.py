@@ -139,10 +139,13 @@ def test_siglip_naflex_is_refused(tmp_path):
 
 @pytest.mark.parametrize("missing", ["preprocessor_config.json", "tokenizer.json"])
 def test_a_file_that_is_missing_is_named(tmp_path, missing):
-    siglip_folder(tmp_path)
-    (tmp_path / missing).unlink()
-    with pytest.raises(FedvlmError, match=missing):
-        load(str(tmp_path)).texts(PHRASES)
+    """However long the folder's path is, as those of caches are."""
+    folder = tmp_path / ("models--" + "a" * 100) / ("snapshots--" + "b" * 100)
+    folder.mkdir(parents=True)
+    siglip_folder(folder)
+    (folder / missing).unlink()
+    with pytest.raises(FedvlmError, match=f": no {missing} in that folder"):
+        load(str(folder)).texts(PHRASES)
 
 
 def test_missing_weights_are_not_replaced_by_random_ones(tmp_path):
