@@ -1,0 +1,70 @@
+"""No random number serves two purposes: the key of every draw in small runs, none of which may come twice."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from helpers import small_setup
+
+from fedvlm.core import seeds
+from fedvlm.data.pool import Pools
+from fedvlm.privacy import noise
+from fedvlm.privacy.secure import keys as secure_keys
+from fedvlm.training import train
+
+Drawn = Counter[tuple[object, ...]]
+COHORT = 31  # the purpose of the draw that says which clients a round asks
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> Drawn:
+    """How often each key is drawn from, wherever that is: every generator and order goes through `seeds.keys`, normal noise
+    through `noise.uniform`, every mask through `add_mask`, which adds it at one end and subtracts it at the other."""
+    found = Drawn()
+
+    def spy(on: Callable[..., object], keys_of: Callable[..., list[tuple[object, ...]]]) -> None:
+        def noted(*given: object, **named: object) -> object:
+            found.update(keys_of(*given, **named))
+            return on(*given, **named)
+
+        for module in [module for name, module in sys.modules.items() if name.startswith("fedvlm.")]:
+            for name in [name for name, value in vars(module).items() if value is on]:
+                monkeypatch.setattr(module, name, noted)
+
+    def of_clients(*parts: int, clients: np.ndarray) -> list[tuple[object, ...]]:
+        return [(*parts, int(client)) for client in clients]
+
+    spy(seeds.keys, of_clients)
+    spy(noise.uniform, lambda *key, count: [key])
+    spy(secure_keys.add_mask, lambda vector, key, subtract=False: [(key, subtract)])
+    return found
+
+
+CLIENT = {"dp": "client", "noise_multiplier": 1.0}
+RUNS = {  # a method, its keys, and the purposes of draws that must be among those recorded
+    "plain": ("fedot", {"participation": 0.5, "epochs": 2}, ()),
+    "noise of clients": ("fedot", CLIENT | {"noise_at": "client"}, ("client",)),
+    "noise of the server": ("fedot", CLIENT | {"clip_quantile": 0.5}, ("server", "count")),
+    "noise of steps": ("fedot", {"dp": "example", "noise_multiplier": 1.0}, ("batch", "example")),
+    "secure": ("fedavg", CLIENT | {"clients": 3, "secure": True, "engine": "loopback"}, ("server", True, False)),
+}
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_no_key_is_drawn_from_twice(drawn, bytes_only, images, tmp_path, mode):
+    """Two rounds, two clients (three, where masks need them), two steps."""
+    method, keys, purposes = RUNS[mode]
+    small = {"partition": "iid", "clients": 2, "unseen": "", "rounds": 2, "batch": 30, "engine": "serial"}
+    setup = small_setup(images, method, **small | keys)
+    pool = Pools().load(setup)
+    drawn.clear()  # parts are tried out before the run's seed is known
+    train.train(setup, pool, tmp_path / "run")
+    cohorts = [key for key in drawn if key[:2] == (setup.config.seed, COHORT)]
+    assert len(cohorts) == 2 and {key[1] for key in drawn} > set(purposes)
+    if setup.config.dp != "none":  # the account asks in advance who will be asked
+        drawn.subtract(key for key in cohorts if drawn[key] == 2)
+    assert {key: times for key, times in drawn.items() if times != 1} == {}
