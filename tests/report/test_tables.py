@@ -12,10 +12,10 @@ from run_folders import many, write
 
 from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.core.records import BackboneRecord, DataRecord
+from fedvlm.core.records import BackboneRecord, DataRecord, PrivacyRecord
 from fedvlm.evaluation.protocols import by_seed
-from fedvlm.report.gains import against, best
-from fedvlm.report.tables import summarise
+from fedvlm.report.gains import against, best, gain
+from fedvlm.report.tables import WORST, privacy_lines, summarise
 from fedvlm.system import console
 from fedvlm.system.table import Table
 from fedvlm.training.folder import RunFolder
@@ -76,6 +76,34 @@ def test_the_best_is_bold_only_beyond_the_spread(tmp_path: Path) -> None:
     assert best({"a": {"P": {1: 90.0}}, "b": {"P": {1: 10.0}}}, "P") == ""  # one seed has no spread
     assert best({"a": {"P": {1: 90.0, 2: 80.0}}}, "P") == ""
     assert "<b>76.50 ± 0.71</b>" in table._repr_html_()
+
+
+def test_a_gain_is_told_with_its_standard_error() -> None:
+    """By hand: 1, 2, 5 have the mean 8/3 and the deviation 2.08 (over n − 1), so the error is 2.08/√3."""
+    found = gain({1: 11.0, 2: 22.0, 3: 35.0, 9: 0.0}, {1: 10.0, 2: 20.0, 3: 30.0})
+    assert found == (pytest.approx(8 / 3), pytest.approx(1.2019, abs=1e-4), 3) and found.clear
+    less = gain({1: 10.0, 2: 22.0, 3: 35.0}, {1: 10.0, 2: 20.0, 3: 30.0})  # 0, 2, 5: 1.6 standard errors
+    assert 1 < less.mean / less.error < 2 and not less.clear
+
+
+def test_the_worst_tenth_is_that_of_the_personal_models(tmp_path: Path) -> None:
+    run = write(tmp_path, "fedot")
+    last = run.record.finished.last
+    views = {"shared": {"test": 0.3, "worst": 0.1, "best": 0.5}, "personal": {"test": 0.6, "worst": 0.4, "best": 0.8}}
+    run.write(
+        "run.json", replace(run.record, result=replace(run.record.finished, last=last | views)).to_json().encode()
+    )
+    table = summarise([run])
+    assert table.rows[0][WORST] == "40.00" and table.values[0]["best"] == pytest.approx(80)
+
+
+def test_of_several_budgets_the_largest_epsilon_is_told_first(tmp_path: Path) -> None:
+    runs = []
+    for seed, epsilon in ((1, 2.0), (2, 7.0), (3, 4.0)):
+        record = write(tmp_path, "fedavg", seed=seed).record
+        spent = PrivacyRecord("client", epsilon, 1e-5, None, 1.0, 1.0, 0.0, "server", "all", "added or removed")
+        runs.append(replace(record, result=replace(record.finished, privacy=spent)))
+    assert [line.split(",")[0] for line in privacy_lines(runs)] == ["ε = 7", "ε = 4", "ε = 2"]
 
 
 def test_a_terminal_prints_it_bold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from fedvlm import api
 from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.training.folder import RunFolder
+from fedvlm.training import train
+from fedvlm.training.folder import RunFolder, folder_name
 from fedvlm.training.planning import Job
 from fedvlm.training.processes import run_all
 
@@ -120,6 +122,19 @@ def test_the_same_run_is_recognised(images, tmp_path):
     stamp = (first.folder / "state.safetensors").stat().st_mtime_ns
     train_small(images, tmp_path / "run")
     assert (first.folder / "state.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_other_weights_under_the_old_name_are_another_run(images, tmp_path):
+    """So are other images: nothing is taken for finished that would give other numbers."""
+    setup = small_setup(images)
+    pool = Pools().load(setup)
+    name, _, mark = pool.backbone.rpartition("@")
+    marks = {folder_name(setup, one) for one in (pool, replace(pool, backbone=f"{name}@{mark[::-1]}"))}
+    marks.add(folder_name(setup, replace(pool, fingerprint=pool.fingerprint[::-1])))
+    assert len(marks) == 3
+    train.train(setup, pool, tmp_path / "run")
+    with pytest.raises(FedvlmError, match="holds another run"):
+        train.train(setup, replace(pool, backbone=f"{name}@{mark[::-1]}"), tmp_path / "run")
 
 
 def test_an_idea_that_was_edited_is_another_run(images, tmp_path):
