@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
+from helpers import other_values
 from run_folders import write
 
 import fedvlm
 from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.config.config import resolve
+from fedvlm.config.config import Config, resolve
+from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.studies import comparison, sweep
@@ -157,6 +160,25 @@ def test_optuna_is_asked_for_settings(images, tmp_path):
     tries = [r.record.local.settings["lr"] for r in fedvlm.runs(tmp_path / "runs" / "sweep")]
     assert len(tries) == 2 and all(0.001 <= lr <= 0.1 for lr in tries)
     assert runs[-1].record.local.settings["lr"] in tries and "2 trials of optuna" in str(runs.table())
+
+
+# keys that say nothing of the frozen model: how methods are trained, and where that is computed
+OF_TRAINING = {"settings", "rounds", "participation", "sampling", "dropout", "quorum", "bound", "evaluate"}
+OF_TRAINING |= {"dp", "epsilon", "delta", "noise_multiplier", "clip_norm", "clip_quantile", "noise_at"}
+OF_TRAINING |= {"secure", "threshold", "secure_range"}
+OF_COMPUTING = {"federation", "engine", "device", "chunk", "workers", "threads", "timeout", "grace", "log"}
+OF_TEXT = {"stride"}  # the frozen model is not added there
+
+
+@pytest.mark.parametrize("key", sorted(f.name for f in fields(Config)))
+def test_the_frozen_model_is_evaluated_as_the_methods_are(key):
+    value = other_values()[key]
+    setup = resolve("fedavg", {"data": "emoji", key: value})
+    pool = SimpleNamespace(task=SimpleNamespace(text=1), source=SimpleNamespace(task_type=CLASSIFICATION))
+    (frozen,) = comparison.frozen([setup], pool)
+    assert getattr(setup.config, key) != getattr(Config(), key)
+    if key not in OF_TRAINING | OF_COMPUTING | OF_TEXT:
+        assert getattr(frozen.config, key) == getattr(setup.config, key)
 
 
 def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
