@@ -191,7 +191,7 @@ def test_runs_that_differ_are_two_rows(tmp_path: Path, key: str) -> None:
     if key in ONE_ROW:
         assert [len(records) for records in rows.values()] == [2]
     else:
-        assert len(rows) == 2 and all(f"{key}=" in label for label in rows)
+        assert len(rows) == 2 and any(f"{key}=" in label for label in rows)
 
 
 @pytest.mark.parametrize("value", ["base-to-novel", "leave-one-domain-out"])
