@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from helpers import small_setup
+from helpers import build, example, play, published, small_adapter, small_setup
 
 from fedvlm.core import seeds
 from fedvlm.data.pool import Pools
@@ -68,3 +68,31 @@ def test_no_key_is_drawn_from_twice(drawn, bytes_only, images, tmp_path, mode):
     if setup.config.dp != "none":  # the account asks in advance who will be asked
         drawn.subtract(key for key in cohorts if drawn[key] == 2)
     assert {key: times for key, times in drawn.items() if times != 1} == {}
+
+
+def covering() -> list[tuple[str, str, str]]:
+    """Published combinations in which every part of a recipe is once; none that draws nothing or does not train."""
+    seen: set[tuple[int, str]] = set()
+    found = []
+    for names in sorted(published()):
+        new = set(enumerate(names)) - seen
+        if new and names[0] != "none":
+            found.append(names)
+            seen |= new
+    return found
+
+
+# A personal copy is trained on batches of the same order as the shared model: fedrep's two parts, ditto's two models, and
+# the steps by which perfedavg adapts
+TWICE_ON_PURPOSE = {"ditto", "fedrep", "perfedavg"}
+# These draw for a step alone: in every round, for every client and with every seed the same
+BY_STEP_ALONE = {"gallop", "lapt", "proda"}
+
+
+@pytest.mark.parametrize("names", covering(), ids="-".join)
+def test_parts_draw_from_no_key_twice(drawn, double, names):
+    method = build(*names)
+    drawn.clear()
+    play(method, example(small_adapter(names[0]))[1], 1, rounds=2)
+    again = {key for key, times in drawn.items() if times > 1}
+    assert bool(again) == bool(set(names) & (TWICE_ON_PURPOSE | BY_STEP_ALONE)), sorted(again)[:3]
