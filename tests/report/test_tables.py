@@ -75,6 +75,8 @@ def test_the_best_is_bold_only_beyond_the_spread(tmp_path: Path) -> None:
     )
     close = {"a": {"P": {1: 50.0, 2: 60.0, 3: 55.0}}, "b": {"P": {1: 51.0, 2: 52.0, 3: 56.0}}}
     assert best(close, "P") == ""  # a is 2 better on average, with a standard error of 3
+    less = close | {"a": {"P": {1: 51.0, 2: 54.0, 3: 61.0}}}  # 0, 2, 5: 1.6 standard errors
+    assert best(less, "P") == ""
     assert best(close | {"a": {"P": {1: 59.0, 2: 60.0, 3: 64.1}}}, "P") == "a"
     assert best({"a": {"P": {1: 90.0}}, "b": {"P": {1: 10.0}}}, "P") == ""  # one seed has no spread
     assert best({"a": {"P": {1: 90.0, 2: 80.0}}}, "P") == ""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import build, example, play, published, small_adapter, small_setup
 
+from fedvlm.config.config import Config
 from fedvlm.core import seeds
+from fedvlm.data.partition import iid
 from fedvlm.data.pool import Pools
 from fedvlm.privacy import noise
 from fedvlm.privacy.secure import keys as secure_keys
 from fedvlm.training import train
+from fedvlm.training.sampling import sampled
 
 Drawn = Counter[tuple[object, ...]]
 COHORT = 31  # the purpose of the draw that says which clients a round asks
@@ -96,3 +101,21 @@ def test_parts_draw_from_no_key_twice(drawn, double, names):
     play(method, example(small_adapter(names[0]))[1], 1, rounds=2)
     again = {key for key, times in drawn.items() if times > 1}
     assert bool(again) == bool(set(names) & (TWICE_ON_PURPOSE | BY_STEP_ALONE)), sorted(again)[:3]
+
+
+@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+def test_every_round_asks_other_clients(sampling):
+    """Half of 400 each time, and a quarter in both of two rounds."""
+    config = replace(Config(), participation=0.5, sampling=sampling)
+    asked = [set(sampled(config, np.arange(400), round, 7).ids.tolist()) for round in (1, 2, 3)]
+    for one, other in itertools.combinations(asked, 2):
+        assert len(one) == pytest.approx(200, abs=40) and len(one & other) == pytest.approx(100, abs=35)
+
+
+def test_every_class_and_split_is_dealt_anew():
+    """200 images of each of two classes and splits, to two clients: a position of one says nothing of the others'."""
+    labels, part = np.repeat([0, 0, 1, 1], 200), np.repeat([0, 2, 0, 2], 200)
+    dealt = iid(labels, part, 2, seed=3).reshape(4, 200)
+    assert (dealt.sum(1) == 100).all()
+    alike = [(one == other).mean() for one, other in itertools.combinations(dealt, 2)]
+    assert alike == pytest.approx([0.5] * 6, abs=0.2)
