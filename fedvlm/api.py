@@ -486,8 +486,8 @@ def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequen
     from fedvlm.system import console
 
     setup = run.files.setup(run.trusted)
-    given = {"outsiders": listed(outsiders), "corrupt": listed(corrupt), "data": listed(data)}
-    asked = [(kind, what) for kind, each in given.items() for what in each]
+    given = zip(finished.QUESTIONS, (outsiders, corrupt, data), strict=True)
+    asked = [(kind, what) for kind, each in given for what in listed(each)]
     if not asked:
         raise FedvlmError("evaluate: ask something, such as outsiders=FOLDER, corrupt=fog,snow or data=OTHER")
     finished.check_askable(run.files, setup, asked)

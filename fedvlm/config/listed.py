@@ -42,7 +42,7 @@ def templates_of(template: str) -> tuple[str, ...]:
 def with_files_read(given: Mapping[str, object]) -> dict[str, object]:
     """What the user gave, with the content of files in place of their names."""
     read = dict(given)
-    template, classes, split = (given.get(key) for key in ("template", "classes", "split"))
+    template, classes, split = given.get("template"), given.get("classes"), given.get("split")
     if isinstance(template, str) and "{}" not in template and template.endswith(LISTS):
         read["template"] = "\n".join(lines_of("template", template))
     elif isinstance(template, list | tuple):

@@ -22,10 +22,15 @@ a key of a part with several values (`lr=0.001,0.01,0.1`) is a [sweep](compare.m
 
 This page is written by `python -m fedvlm.config.catalogue` from the fields of the dataclasses; do not edit it by hand.
 """
+FAIR = """fair: rows of one table must agree in it; where they do not, `bench` and `compare --fair` refuse the table, and \
+notes name the difference. Data and backbone must agree in content, wherever they lie."""
 
 
 def page(known: Catalogue) -> str:
-    text = [HEAD, "## Keys of a run", *table(COLUMNS, ([*cells(k)] for k in known.run))]
+    text = [HEAD, "## Keys of a run\n" + FAIR]
+    for purpose in dict.fromkeys(k.purpose for k in known.run):
+        of_it = ([*cells(k), "yes" if k.fair("selected") else ""] for k in known.run if k.purpose == purpose)
+        text += [f"\n### {purpose.capitalize()}", *table([*COLUMNS, "fair"], of_it)]
     for kind, title in KINDS.items():
         rows: dict[tuple[str, ...], list[str]] = {}
         for name, part in known.parts[kind].items():

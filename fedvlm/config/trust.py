@@ -70,7 +70,7 @@ def needs(setup: Setup, uses: Collection[str] = ()) -> list[Need]:
     if "merge" in setup.parts and (other := setup.parts["merge"].settings.get("text_backbone")):
         found += backbone_needs(str(other))
     if not uses:
-        paths = {key: getattr(setup.config, key) for key in ("data", "outsiders", "names", "split_file")}
+        paths = {key: getattr(setup.config, key) for key in catalogue.with_trait("path") if key != "backbone"}
         if kit := setup.config.federation:  # the data are at its sites
             found.append(Need("contact", f"the federation of {absolute(kit)}", ("federation", absolute(kit))))
             paths.pop("data")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import fedvlm
 from fedvlm import backbones
 from fedvlm.backbones.base import Backbone
-from fedvlm.config import trust
+from fedvlm.config import catalogue, trust
 from fedvlm.config.config import Setup
 from fedvlm.core.records import RunRecord, build, parsed, read_text
 from fedvlm.core.state import Params, State
@@ -207,8 +207,8 @@ class Agent:
         """The run's setup with what is this site's own."""
         if setup.config.outsiders:
             raise FedvlmError("outsiders= is a folder of who asks, and sites open only their own; leave it out")
-        own = {"data": self.about.data, "backbone": self.about.backbone, "names": "", "split_file": ""}
-        return setup.with_(**own, domains=0, unseen=(), partition="auto")
+        usual = setup.with_defaults(catalogue.with_trait("site", "central"))
+        return usual.with_(data=self.about.data, backbone=self.about.backbone)
 
     @cached_property
     def backbone(self) -> Backbone:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fedvlm.data.pool import Pools
 
 CRITERION = "validation accuracy of the clients that train, mean of shared and personal models, last round"
-TUNED = ("bound", "clip_norm", "clip_quantile")  # keys of a run that may be swept; others change the task or the budget
 TRIALS = 20
 
 Point = dict[str, Value]  # a setting: key → value
@@ -107,7 +106,7 @@ def check_not_swept(name: str, value: object) -> None:
 def swept_keys(method: str, given: Mapping[str, object]) -> dict[str, Key]:
     """The keys of a method that may be swept, by the names that a command line may give them."""
     homes = keys_of_method(method, given)
-    found = {k.name: k for k in homes.pop("run") if k.name in TUNED}
+    found = {k.name: k for k in homes.pop("run") if "tuned" in k.traits}
     for home, keys in homes.items():
         found |= {f"{home}.{k.name}": k for k in keys} | {k.name: k for k in keys}
     return found

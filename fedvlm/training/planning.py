@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedvlm.config import catalogue
 from fedvlm.config.config import COMMAND_LINE, Setup
 from fedvlm.core.descent import OptimiserSettings
 from fedvlm.core.state import Message, copy_per_client, nbytes
@@ -104,8 +105,7 @@ def check(setup: Setup, sketch: Pool) -> None:
     device_of(setup)
     check_partition_keys(setup, sketch)
     # differential privacy is tried on examples, later
-    plain = {"dp": "none", "epsilon": 0.0, "delta": 0.0, "noise_multiplier": 0.0, "clip_quantile": 0.0}
-    first = single_runs(setup, sketch)[0].with_(**plain, noise_at="server")
+    first = single_runs(setup, sketch)[0].with_defaults(catalogue.for_purpose("privacy"))
     prepare(first, replace(sketch, x=torch.zeros(len(sketch.x), 0)))
 
 

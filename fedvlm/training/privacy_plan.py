@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvlm.config import catalogue
 from fedvlm.core import copies
 from fedvlm.core.data import Batch
 from fedvlm.core.local import Local, ReleasesOnce
@@ -71,9 +72,7 @@ def spends(account: Account, noise: float, rounds: int) -> float:
 
 
 def check_keys(config: Config) -> None:
-    own = {"epsilon": config.epsilon, "delta": config.delta, "noise_multiplier": config.noise_multiplier}
-    own |= {"clip_quantile": config.clip_quantile, "noise_at": config.noise_at == "client"}
-    given = [k for k, v in own.items() if v]
+    given = config.changed(catalogue.for_purpose("privacy"))
     if config.dp == "none":
         if given:
             raise FedvlmError(f"{given[0]}= has no effect without dp=; add dp=client or dp=example, or leave it out")

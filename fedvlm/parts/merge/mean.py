@@ -14,6 +14,7 @@ import torch
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import UPDATE, Agreement, Gaps, Merge, Summand, by_client, updates, weight_and_loss
 from fedvlm.core.model import Model
+from fedvlm.core.ranges import default
 from fedvlm.core.state import Message, Params, Reply, State
 
 OnReply = Callable[[Reply], None]
@@ -28,7 +29,7 @@ class Averaged(NamedTuple):
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+    weights: Literal["size", "uniform"] = default("size", "effort")  # by training examples, or the same for all clients
 
     any_device: ClassVar[bool] = True
 

@@ -7,6 +7,7 @@ import re
 from pathlib import PurePath
 
 from fedvlm import backbones
+from fedvlm.config import catalogue
 from fedvlm.core.records import ExportRecord, RunRecord
 from fedvlm.predict import questions
 from fedvlm.predict.predictor import far_below
@@ -19,8 +20,6 @@ VIEWS = {
     "newcomer": "the shared model, on clients that nobody trained on",
 }
 LISTED = 20  # class names in the card; config.json has all
-NOT_SHOWN = ("out", "jobs", "device", "federation", "seeds")  # keys that do not change the numbers
-PATHS = ("data", "backbone", "outsiders")
 
 
 def card(run: RunFolder, about: ExportRecord) -> str:
@@ -168,7 +167,8 @@ def limitations(record: RunRecord, about: ExportRecord) -> str:
 
 
 def command(record: RunRecord, about: ExportRecord) -> str:
-    given = {k: name_only(str(v)) if k in PATHS else v for k, v in record.given.items() if k not in NOT_SHOWN}
+    hidden, paths = {"seeds", *catalogue.for_purpose("engine", "output")}, catalogue.with_trait("path")
+    given = {k: name_only(str(v)) if k in paths else v for k, v in record.given.items() if k not in hidden}
     words = [f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in given.items()]
     words += [] if "seed" in given else [f"seed={record.seed}"]
     recipe = name_only(record.method.path) if record.method.path else record.method.name

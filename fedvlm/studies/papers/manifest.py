@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from fedvlm.config import recipe
 from fedvlm.config.recipe import PAPERS, ROW_KEYS, Settings
+from fedvlm.core.records import Select
 from fedvlm.errors import FedvlmError, nearest
 
 SEEDS = [50, 77, 98]  # where a paper names none
@@ -80,7 +81,7 @@ class Part:
     measures: tuple[str, ...]
     note: str
     missing: str
-    select: str
+    select: Select
     rows: tuple[Row, ...]
     figure: str = ""  # of FIGURES; "": none is drawn
     over: tuple[str, ...] = ()  # of a mean over data sets: the tables whose parts it is the mean of

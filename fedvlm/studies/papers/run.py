@@ -11,13 +11,13 @@ from typing import NamedTuple, cast
 
 from fedvlm import api
 from fedvlm.api import Runs
+from fedvlm.config import catalogue
 from fedvlm.config.config import Setup, resolve
-from fedvlm.core.records import Select
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.parts import AXES
 from fedvlm.predict import questions
-from fedvlm.report.tables import DASH, check_one_rule, rule, rule_keys, scored_on
+from fedvlm.report.tables import DASH, check_one_rule, fair_keys, rule, scored_on
 from fedvlm.studies.papers.data import Found, other_backbone
 from fedvlm.studies.papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
 from fedvlm.studies.papers.measures import half_width, seed_values
@@ -70,7 +70,7 @@ def plan(
         )
     out = [_planned(part, row, found, given, pools) for row in rows]
     rules = {
-        p.row.title: [rule_keys(p.setup.settings()) | {"backbone": p.setup.config.backbone}] for p in out if p.setup
+        p.row.title: [fair_keys(p.setup.settings()) | {"backbone": p.setup.config.backbone}] for p in out if p.setup
     }
     check_one_rule(rules, free_keys(part))
     return out
@@ -194,14 +194,15 @@ def runs_of(planned: list[Planned]) -> Runs:
 def compared(part: Part, planned: list[Planned], found: Found) -> Table:
     """Ours beside the paper's, a line for each row and measure."""
     done = {p.row.title: p.finished for p in planned}
-    check_one_rule({t: [rule(r.record) for r in runs] for t, runs in done.items() if runs}, free_keys(part))
+    rules = {title: [rule(run.record, part.select) for run in runs] for title, runs in done.items() if runs}
+    check_one_rule(rules, free_keys(part))
     table = Table(COLUMNS, [], notes(part, planned, found))
     table.dim = ["paper"] if backbone_note(part, planned) else []
     for p in planned:
         title = p.row.title
         for measure in part.measures:
             paper = p.row.numbers.get(measure)
-            ours = seed_values(measure, done[p.row.title], found.names, cast(Select, part.select))
+            ours = seed_values(measure, done[p.row.title], found.names, part.select)
             if ours or paper:
                 table.values.append(_values(p.row.title, measure, ours, paper))
                 table.rows.append(_cells(table.values[-1], title, measure))
@@ -223,8 +224,7 @@ def mean_over(part: Part, results: list[tuple[Part, list[Planned], Found]]) -> T
                 values
                 for member, planned, found in results
                 for p in planned
-                if p.row.title == row.title
-                and (values := seed_values(measure, p.finished, found.names, cast(Select, member.select)))
+                if p.row.title == row.title and (values := seed_values(measure, p.finished, found.names, member.select))
             ]
             alike = len({len(values) for values in each}) == 1
             ours = [fmean(seed) for seed in zip(*each, strict=True)] if alike else []
@@ -273,7 +273,8 @@ def title(part: Part, planned: list[Planned], found: Found, given: Mapping[str, 
     out = [f"{part.title}, {data_sets()[part.data].title}: {part.caption}"]
     if other := backbone_note(part, planned):
         out.append(f"with {other}, not the paper's {part.backbone}: the paper's column is no target")
-    changed = [f"{k}={v}" for k, v in given.items() if k not in ("out", "backbone", "jobs", "device", "threads")]
+    elsewhere = {"backbone", *catalogue.for_purpose("engine", "output")}  # the first has a line of its own
+    changed = [f"{k}={v}" for k, v in given.items() if k not in elsewhere]
     if changed:
         out.append(f"not as published: {' '.join(changed)}")
     if found.differs:
