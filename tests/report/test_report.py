@@ -21,9 +21,7 @@ from rich.console import Console
 from run_folders import CASES, many, write
 
 from fedvlm.cli import demo
-from fedvlm.core.records import (
-    PartRecord,
-)
+from fedvlm.core.records import MetricRecord, PartRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
@@ -180,6 +178,20 @@ def test_further_metrics_are_columns(tmp_path: Path) -> None:
     assert list(first)[-4:] == ["ece", "ece_pooled", "metrics.seconds", "metrics.seconds_pooled"]
     page(runs, tmp_path / "page.html")
     assert ">ece</th>" in (tmp_path / "page.html").read_text()
+
+
+def test_only_shares_are_in_percent(tmp_path: Path) -> None:
+    """A metric whose class says percent = False, such as a Brier score."""
+    run = write(tmp_path, "fedavg", "art", metrics={"ece": 0.125, "brier": 0.86})
+    about = [MetricRecord("ece", percent=True), MetricRecord("brier", percent=False)]
+    run.write("run.json", replace(run.record, metrics=about).to_json().encode())
+    table = summarise([run])
+    assert (table.rows[0]["ece"], table.rows[0]["brier"]) == ("12.50", "0.86")
+    told = [n for n in table.notes if "personal models, mean over clients and runs" in n]
+    assert told == [
+        "ece: personal models, mean over clients and runs, in %",
+        "brier: personal models, mean over clients and runs",
+    ]
 
 
 def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
