@@ -80,7 +80,7 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     return Table(
         columns,
         [format_row(name, row, list(further.values())) for name, row in values.items()],
-        notes(groups, rules, select, has_published, further) + best_note(columns, bold, ranked),
+        notes(groups, select, has_published, further) + best_note(columns, bold, ranked),
         [{"method": name, **row} for name, row in values.items()],
         each,
         bold,
@@ -369,9 +369,7 @@ def plus_minus(mean: Number, std: Number) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
-def notes(
-    groups: Groups, rules: dict[str, list[Settings]], select: Select, has_published: bool, further: dict[str, str]
-) -> list[str]:
+def notes(groups: Groups, select: Select, has_published: bool, further: dict[str, str]) -> list[str]:
     """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are; further
     ones by name, with their columns."""
     records = [r for group in groups.values() for r in group]
@@ -387,7 +385,7 @@ def notes(
         f"seeds {', '.join(map(str, seeds))}",
         f"test {metrics} in %, {chosen}" + ("; ± standard deviation over seeds" if len(seeds) > 1 else ""),
     ]
-    if found := differences(rules):
+    if found := differences(rules_of(groups, select)):
         out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(found)}")
     else:
         out[-1] += f"; {'same protocol for all rows: ' if len(groups) > 1 else ''}{', '.join(budget(records))}"
