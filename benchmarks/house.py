@@ -72,6 +72,17 @@ def place(frame: FrameType) -> tuple[str, str]:
     return frame.f_code.co_filename, frame.f_code.co_name
 
 
+def lists_of_keys(sources: dict[Path, str], base: Path) -> int:
+    """Literal collections with three or more names of a run's keys in other modules than the one that declares them."""
+    classes = [n for n in ast.parse(base.read_text()).body if isinstance(n, ast.ClassDef) and n.name != "Setup"]
+    fields = [n.target for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
+    names = {f.id for f in fields if isinstance(f, ast.Name)}
+    nodes = [node for text in sources.values() for node in ast.walk(ast.parse(text))]
+    entries = [n.elts for n in nodes if isinstance(n, ast.Tuple | ast.List | ast.Set)]
+    entries += [n.keys for n in nodes if isinstance(n, ast.Dict)]
+    return sum(len({e.value for e in each if isinstance(e, ast.Constant)} & names) >= 3 for each in entries)
+
+
 def members(path: Path, name: str, functions_only: bool = False) -> int:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -95,6 +106,7 @@ def measure(tree: Path, images: str) -> dict[str, str]:
         "methods of Method": str(members(package / "rounds" / "method.py", "Method", functions_only=True)),
         "longest file, lines": f"{sources[longest].count(chr(10))} ({longest.relative_to(package)})",
         "uses of dict[str, Any]": str(sum(s.count("dict[str, Any]") for s in sources.values())),
+        "collections with three or more names of keys": str(lists_of_keys(sources, package / "config" / "config.py")),
         "recipes": str(len(list((package / "parts" / "recipes").glob("*.yaml")))),
     }
 

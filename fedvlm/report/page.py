@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedvlm.core.records import MEASURES, DataRecord, RunRecord, value_of
+from fedvlm.config import catalogue
+from fedvlm.core.records import MEASURES, DataRecord, RunRecord, Value, value_of
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import is_base_to_novel, target
 from fedvlm.report import charts
@@ -32,6 +33,7 @@ from fedvlm.report.tables import (
     Groups,
     backbone_id,
     definitions,
+    fair_keys,
     format_value,
     grouped,
     privacy_lines,
@@ -235,11 +237,16 @@ def by_client(lines: list[Line]) -> list[dict[str, str]]:
 
 
 def facts(groups: Groups) -> dict[str, str]:
-    """What was run, by heading."""
+    """What was run, by heading, and the keys of the protocol that do not have their defaults."""
     records = [r for group in groups.values() for r in group]
     data = [r.data for r in records]
     spent = {"privacy": "; ".join(f"{k}: {' / '.join(p)}" for k, v in groups.items() if (p := privacy_lines(v)))}
-    return {
+    protocol: dict[str, list[Value]] = defaultdict(list)
+    for key, value in (item for r in records for item in fair_keys(r.config, "last").items()):
+        protocol[key].append(value)
+    usual = {k.name: [k.default] for k in catalogue.run_keys().values() if "varies" not in k.traits}
+    chosen = {k: distinct(map(format_value, v)) for k, v in protocol.items() if k in usual and v != len(v) * usual[k]}
+    return chosen | {
         "data": distinct(f"{d.name}: " + (f"{d.images:,} examples, " if d.images else "") + classes(d) for d in data),
         "domains": distinct(", ".join(d.domains) for d in data),
         "backbone": distinct(map(backbone_id, records)),

@@ -52,7 +52,10 @@ def test_compare_names_what_differs(
     assert [words for words in differing if words not in refused] == []
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "runs"), "--out", str(page)]) == 0
-    assert "rows that follow different protocols" in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert "rows that follow different protocols" in text
+    for key in (words.partition("=")[0] for given in runs.values() for words in given):
+        assert f"<dt>{key}</dt>" in text
 
 
 @pytest.mark.parametrize("setting", ["participation: 0.2", "dropout: 0.5", "partition: iid", "clients: 50"])
