@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from fedvlm import parts
 from fedvlm.config import catalogue, recipe, words
-from fedvlm.config.keys import RENAMED, Key, unknown
+from fedvlm.config.keys import Key, unknown
 from fedvlm.config.listed import with_files_read
 from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Range, Share, Whole
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, Value
@@ -375,8 +375,6 @@ def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str)
 
 def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
     """An error that says which other part has this key, where one has."""
-    if RENAMED.get(key.rpartition(".")[2]) in _all_names(keys):
-        return unknown(key, _all_names(keys), where)
     for meant in dict.fromkeys((key, words.key(key))):
         for axis in parts.AXES if meant not in _all_names(keys) else ():
             for other, info in catalogue.load().parts[axis].items():

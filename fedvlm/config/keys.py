@@ -20,29 +20,6 @@ from fedvlm.core.records import Value
 from fedvlm.errors import FedvlmError, nearest
 
 Scalar = int | float | str | bool | None
-RENAMED = {
-    "wander": "noise",
-    "relative": "relative_noise",
-    "tie": "kl_weight",
-    "explore": "ascent_steps",
-    "hold_outsiders": "outsider_penalty",
-    "hold": "penalty",
-    "evenness": "temperature",
-    "sparse": "l1",
-    "calm_rounds": "patience",
-    "calm": "tolerance",
-    "steady": "retain",
-    "relax": "relaxation",
-    "seemly": "class_like",
-    "reach": "step_size",
-    "pace": "weight_lr",
-    "blur": "upload_noise",
-    "groups": "upload_groups",
-    "upload": "upload_share",
-    "wholes": "global_prompts",
-    "details": "local_prompts",
-    "nearest": "patches",
-}  # keys of 0.1 and what they are called now
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -181,8 +158,6 @@ def comments_by_line(source: str) -> dict[int, str]:
 
 def unknown(key: str, known: Collection[str], where: str = "") -> FedvlmError:
     name = key.rpartition(".")[2]
-    if RENAMED.get(name) in known:
-        return FedvlmError(f"{where}{key}= is not a key here: it is now called {RENAMED[name]}=")
     if words.key(name) != name and words.key(name) in known:
         return FedvlmError(f"{where}{key}= is not a key here; use {words.key(name)}=")
     if name in words.METHOD:

@@ -59,7 +59,6 @@ BESIDE = ("G", "P", "C", "local", "base", "novel", "hm")  # measures that tables
 DEEPEST = 20  # brackets or indents inside each other
 MOST_ALIASES = 10  # in a file: a few lines of aliases of aliases can stand for more than memory holds
 LONGEST_CHAIN = 20  # recipes, each like the next
-FORMER = {"promptfl": "prompt", "fedclip": "attention"}  # presets that were named after a method: promptfl-ga
 
 
 class Layer(NamedTuple):
@@ -193,8 +192,6 @@ def _locate(name: str) -> Path:
         return Path(name)
     if name in names():
         return RECIPES / f"{name}.yaml"
-    if combined := _combined(name):
-        raise FedvlmError(f"method {name}: recipes combine now; use: {combined[0]} on={combined[1]}")
     raise FedvlmError(f"method {name}: no such recipe; {nearest(name, names())} (`fedvlm ls methods`)")
 
 
@@ -203,16 +200,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that is too long, or a folder that may not be read
         return False
-
-
-def _combined(name: str) -> tuple[str, str] | None:
-    """Method and preset, where a name joins the two: ga-unet, promptfl-ga."""
-    known = names()
-    for word, preset in ({p: p for p in presets()} | FORMER).items():
-        for method in (name.removesuffix(f"-{word}"), name.removeprefix(f"{word}-")):
-            if method != name and method in known:
-                return method, preset
-    return None
 
 
 def _chain(path: Path, children: tuple[Path, ...]) -> list[File]:
@@ -241,10 +228,6 @@ def _parent(path: Path, like: str) -> Path:
         return parent
     if like in names():
         return RECIPES / f"{like}.yaml"
-    if combined := _combined(like):
-        method, preset = combined
-        advice = f"use like: {method}, move settings to on: {preset}:, and run it with on={preset}"
-        raise _wrong(path, f"like: {like}: recipes combine now; {advice}")
     raise _wrong(path, f"like: {like}: no such recipe; {nearest(like, names())} (`fedvlm ls methods`)")
 
 

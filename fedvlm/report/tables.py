@@ -15,6 +15,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.report.gains import best
 from fedvlm.system.table import SeedScores, Table
+from fedvlm.system.units import counted
 from fedvlm.training.folder import RunFolder
 
 METRICS = ("G", "S", "P", "C")
@@ -367,7 +368,7 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
     if len({r.method.name for r in records}) > 1 and (found := differences(own, given_effort(groups))):
         out.append(f"settings that belong to the methods and differ: {'; '.join(found)}")
     out += [
-        f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
+        f"{name}: {counted(rounds, 'round')}, after which more would change nothing"
         for name, group in groups.items()
         if 0 < (rounds := max(r.finished.last["round"] for r in group)) < min(r.rounds for r in group)
     ]
@@ -427,7 +428,7 @@ def budget(records: list[RunRecord]) -> list[str]:
     """What of the rule is not in the other notes."""
     rounds = sorted({r.rounds for r in records if r.rounds})
     shots = sorted({f"{format_value(r.config['shots'])} shots" for r in records if r.config.get("shots")})
-    return [f"{' or '.join(map(str, rounds)) or 'no'} rounds", *shots]
+    return [f"{' or '.join(map(str, rounds)) or 'no'} round{'s' * (rounds != [1])}", *shots]
 
 
 def scored_on(record: RunRecord) -> str:
@@ -444,12 +445,12 @@ def incidents(group: list[RunRecord], select: Select) -> list[str]:
     """What makes these numbers less than they seem: rounds that changed nothing, and clients that are not in them."""
     results = [r.finished for r in group]
     void, rounds = sum(r.void for r in results), sum(r.rounds for r in group)
-    out = [f"{void} of {rounds} rounds changed nothing (see `void` in rounds.jsonl)"] if void else []
+    out = [f"{void} of {counted(rounds, 'round')} changed nothing (see `void` in rounds.jsonl)"] if void else []
     if bounded := sum(r.bounded for r in results):
         limits = "/".join(dict.fromkeys(format_value(r.config.get("bound", "bound=")) for r in group))
         out.append(
-            f"in {bounded} of {rounds} rounds a client's update was scaled down to {limits} times the median length "
-            "(bound=0 switches this off)"
+            f"in {bounded} of {counted(rounds, 'round')} a client's update was scaled down to {limits} times the median "
+            "length (bound=0 switches this off)"
         )
     for words, names in (
         (

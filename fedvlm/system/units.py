@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(number: int, thing: str) -> str:
+    """1 round, 3 rounds."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
 def size(count: float) -> str:
     """Bytes."""
     for unit in ("B", "kB", "MB", "GB"):

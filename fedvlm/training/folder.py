@@ -108,13 +108,7 @@ class RunFolder:
 
     def setup(self, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
         """What was decided, from this folder alone; an error where it would do what the user did not allow (trust.py)."""
-        record = self.record
-        if record.legacy:
-            raise FedvlmError(
-                f"{self.folder} was written by fedvlm 0.1: tables and pages can be made of it, but to go on, predict or "
-                "export use that version"
-            )
-        return trust.admitted(Setup.from_record(record, self.folder), self.folder, trusted, uses)
+        return trust.admitted(Setup.from_record(self.record, self.folder), self.folder, trusted, uses)
 
     @property
     def name(self) -> str:

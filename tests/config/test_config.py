@@ -178,8 +178,6 @@ def test_a_method_on_a_network():
     assert (setup.method.name, setup.method.on, setup.method.label) == ("ga", "unet", "ga on=unet")
     assert setup.parts["adapter"].name == "unet" and setup.parts["merge"].name == "ga"
     assert setup.config.backbone.startswith("pixels:") and "on" not in setup.settings()
-    with pytest.raises(FedvlmError, match="use: ga on=unet"):
-        resolve("ga-unet", {})
 
 
 @pytest.mark.parametrize(
@@ -289,8 +287,6 @@ def test_a_value_out_of_range_names_its_file(tmp_path):
         resolve(str(tmp_path / "mine.yaml"), {})
 
 
-def test_a_former_key_is_answered_with_its_name_today():
-    with pytest.raises(FedvlmError, match="wander= is not a key here: it is now called noise="):
-        resolve("feddtl", {"wander": 1})
+def test_a_key_of_another_merge_is_answered_with_the_merges_that_have_it():
     with pytest.raises(FedvlmError, match=r"merge=mean has none, merge=(afl|ga|faa) has"):
         resolve("fedavg", {"step": 1})

@@ -19,7 +19,6 @@ from fedvlm.backbones.base import ViewFormat, encode_view
 from fedvlm.config.config import resolve
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.model import Model
-from fedvlm.core.records import as_trained
 from fedvlm.core.state import with_client_axis
 from fedvlm.data.embeddings import open_embeddings, write_embeddings
 from fedvlm.data.pool import embedding_pool
@@ -306,12 +305,3 @@ def test_maple_is_nine_layers_deep_or_as_deep_as_the_tower(capsys):
     assert f"depth=9: the smaller tower has {layers} layers" in capsys.readouterr().err
     Maple(depth=layers).init(task, 1)
     assert capsys.readouterr().err == ""
-
-
-def test_an_adapter_of_before_keeps_to_normalised_embeddings():
-    before: dict = {"name": "attention", "settings": {"private": []}}  # as fedvlm 0.2 wrote it
-    now: dict = {"name": "attention", "settings": {"private": [], "width": 1, "unit": False}}
-    for record in (before, now):
-        as_trained(record)
-    assert Attention(unit=before["settings"]["unit"]).view == "embedding"
-    assert Attention(unit=now["settings"]["unit"]).view == "raw"

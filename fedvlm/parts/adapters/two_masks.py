@@ -28,7 +28,7 @@ class TwoMasks(Attention):
 
     @property
     def view(self) -> str:  # type: ignore[override]
-        return "embedding" if self.unit or not self.images else "raw"
+        return "raw" if self.images else "embedding"
 
     @property
     def alignment(self) -> Literal["images", "classes"]:  # type: ignore[override]

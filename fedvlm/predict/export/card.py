@@ -11,6 +11,7 @@ from fedvlm.core.records import ExportRecord, RunRecord
 from fedvlm.predict import questions
 from fedvlm.predict.predictor import far_below
 from fedvlm.system.names import printable
+from fedvlm.system.units import counted
 from fedvlm.training.folder import RunFolder
 
 VIEWS = {
@@ -112,7 +113,7 @@ def method(record: RunRecord) -> str:
     rounds = record.result.last["round"] if record.result else record.rounds
     protocol = f"Protocol: {plain(record.protocol)}; " if record.protocol != "one" else "Clients "
     return (
-        f"{title} ({plain(parts)}). {protocol}held out: {held}; {rounds} rounds, the last one; "
+        f"{title} ({plain(parts)}). {protocol}held out: {held}; {counted(rounds, 'round')}, the last one; "
         f"one run with seed {record.seed}.\n"
     )
 

@@ -22,6 +22,7 @@ from fedvlm.studies.papers.data import Found, other_backbone
 from fedvlm.studies.papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
 from fedvlm.studies.papers.measures import half_width, seed_values
 from fedvlm.system.table import Table, Value
+from fedvlm.system.units import counted
 from fedvlm.training import planning, train
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planning import Job, place, single_runs
@@ -298,8 +299,9 @@ def notes(part: Part, planned: list[Planned], found: Found) -> list[str]:
         scored = "last round" if part.select == "last" else "round chosen on validation"
         done = [run.record for p in planned for run in p.finished]
         more = [f"scored on: {scored_on(done[0])}"] if done else []
+        budget = f"{counted(rounds, 'round')}, split {split}, seeds {seeds}"
         out.append(
-            f"same protocol for all rows: {', '.join([f'{rounds} rounds, split {split}, seeds {seeds}', *more, scored])}; "
+            f"same protocol for all rows: {', '.join([budget, *more, scored])}; "
             "ours: mean over seeds, and the half width of its 95 % interval"
         )
     return out + ([f"paper: {part.note}"] if part.note else [])
