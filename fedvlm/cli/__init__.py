@@ -120,15 +120,6 @@ COMMANDS = {
             TRUST,
         ),
     ),
-    "convert": Command(
-        "convert data of other projects: LEAF's json, CoOp's split files, DomainNet's lists, prostate MRI (NIfTI)",
-        (
-            Argument("kind", {"choices": ("leaf", "coop", "domainnet", "prostate")}),
-            Argument("source", {"metavar": "SOURCE"}),
-            Argument("out", {"metavar": "OUT", "help": "a new folder, or a .jsonl file for texts"}),
-            PAIRS,
-        ),
-    ),
     "resume": Command("continue runs that were stopped", (RUNS, TRUST)),
     "predict": Command(
         "classify images with a run or an exported folder",

@@ -24,7 +24,7 @@ from pages import PAGES, ROOT
 import fedvlm
 from fedvlm import parts
 from fedvlm.cli import _parse, main
-from fedvlm.cli.commands import convert, encode_server, evaluate, federation, join, serve
+from fedvlm.cli.commands import encode_server, evaluate, federation, join, serve
 from fedvlm.cli.commands.values import values
 from fedvlm.cli.demo import METHODS
 from fedvlm.config import recipe
@@ -83,7 +83,6 @@ def check(words: list[str]) -> None:
         "evaluate": lambda: check_questions(args.pairs),
         "serve": lambda: values(serve.KEYS, args.pairs),
         "join": lambda: values(join.KEYS, args.pairs),
-        "convert": lambda: values(convert.KEYS[args.kind], args.pairs),
         "encode-server": lambda: values(encode_server.KEYS, args.pairs),
         "federation": lambda: values(
             {"init": federation.INIT, "add": federation.ADD, "status": []}[args.what],
@@ -183,8 +182,6 @@ def test_short_commands_run(world, capsys):
         "run fedot device=tpu",
         "bench fedot fedavg nonesuch=1",
         "bench fedot lr=0.1..1",
-        "convert leef source out",
-        "convert leaf source out clases=10",
         "join north.zip dta=images",
         "federation init north prt=1",
         "evaluate RUN outsider=A",

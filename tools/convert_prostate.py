@@ -2,17 +2,22 @@
 CaseNN_segmentation.nii.gz beside it, as site/image/NAME.png and site/mask/NAME.png.
 
 Every axial slice whose mask is not empty becomes an image (as in FedDG); numbers between the volume's 1st and 99th
-percentile become 0 … 255, and any label above 0 the prostate. Sites of the original names get FedDG's letters A to F."""
+percentile become 0 … 255, and any label above 0 the prostate. Sites of the original names get FedDG's letters A to F.
+
+python tools/convert_prostate.py saml prostate
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
+from converting import parser, run
+from nifti import read_volume
 from PIL import Image
 
-from fedvlm.data.convert.nifti import read_volume
 from fedvlm.errors import FedvlmError
 from fedvlm.system.names import file_name
 
@@ -62,3 +67,13 @@ def _write(site: Path, name: str, volume: Path, mask: Path, out: Path, every: in
                 folder / part / f"{file_name(name)}-{z:03}.png"
             )
     return len(used)
+
+
+def main(words: list[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--every", type=int, default=1, help="take only every so many slices")
+    return run(convert, options, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

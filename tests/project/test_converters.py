@@ -1,22 +1,78 @@
-"""Prostate MRI (NIfTI, written by hand here) and DomainNet's lists as folders that data= takes."""
+"""tools/convert_*.py: data of other projects. What is written can be opened, and holds what the files say."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from fedvlm.cli import main
 from fedvlm.core.tasks import SEGMENTATION
-from fedvlm.data.convert.domainnet import CLASSES
-from fedvlm.data.convert.nifti import read_volume
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import convert_domainnet
+import convert_leaf
+import convert_prostate
+from nifti import read_volume
+
+
+def leaf(path: Path, **users: tuple[list, list]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {u: {"x": x, "y": y} for u, (x, y) in users.items()}
+    path.write_text(
+        json.dumps({"users": list(users), "num_samples": [len(d["y"]) for d in data.values()], "user_data": data})
+    )
+    return path.parent
+
+
+def test_femnist(tmp_path, capsys):
+    image = np.linspace(0, 1, 784).tolist()
+    leaf(tmp_path / "in" / "a.json", f1=([image, image], [3, 10]), f2=([image], [3]), f3=([image], [4]))
+    source = leaf(tmp_path / "in" / "b.json", f2=([image], [4]))  # the rest of f2
+    out = tmp_path / "out"
+    assert convert_leaf.main([str(source), str(out), "--users", "f1", "f2"]) == 0
+    assert "4 images of 2 users" in capsys.readouterr().out
+    found = open_source(str(out))
+    assert [(i.domain, i.label) for i in found.items] == [("f1", "3"), ("f1", "upper A"), ("f2", "3"), ("f2", "4")]
+    pixels = np.array(Image.open(out / "f1" / "3" / "0.png")).flatten()
+    assert np.abs(pixels / 255 - image).max() < 1 / 500
+    assert convert_leaf.main([str(source), str(tmp_path / "digits"), "--classes", "10", "--at-least", "2"]) == 0
+    assert {i.label for i in open_source(str(tmp_path / "digits")).items} == {"3", "4"}
+
+
+def test_shakespeare(tmp_path):
+    text = "".join(np.random.default_rng(0).choice(list("to be or not"), 300))
+    windows, following = [text[k : k + 80] for k in range(220)], [text[k + 80] for k in range(220)]
+    assert convert_leaf.text_of(windows, following) == text
+    source = leaf(tmp_path / "in" / "x.json", HAMLET=(windows, following), LEAR=(windows[:50], following[:50]))
+    assert convert_leaf.main([str(source), str(tmp_path / "roles.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "roles.jsonl").read_text().splitlines()]
+    assert lines == [{"role": "HAMLET", "text": text}, {"role": "LEAR", "text": text[:130]}]
+    assert open_source(str(tmp_path / "roles.jsonl")).domains == ["HAMLET", "LEAR"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "not a file of LEAF"),
+        ("[", "not a file of LEAF"),
+    ],
+)
+def test_what_is_no_such_file(text, says, tmp_path, capsys):
+    (tmp_path / "x.json").write_text(text)
+    assert convert_leaf.main([str(tmp_path / "x.json"), str(tmp_path / "out")]) == 1
+    assert says in capsys.readouterr().err
+    (tmp_path / "there.jsonl").write_text("")
+    assert convert_leaf.main([str(tmp_path / "x.json"), str(tmp_path / "there.jsonl")]) == 1
+    assert "is there already" in capsys.readouterr().err
 
 
 def nifti(path: Path, values: np.ndarray, code: int = 16, order: str = "<", slope: float = 0.0) -> Path:
@@ -81,21 +137,21 @@ def test_prostate(tmp_path, capsys):
             mask[2:5, 1:3, 1:4] = 2
             nifti(tmp_path / "in" / site / f"{case}.nii.gz", draw.normal(100, 20, (8, 6, 5)))
             nifti(tmp_path / "in" / site / f"{case}_segmentation.nii.gz", mask, 2)
-    assert main(["convert", "prostate", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert convert_prostate.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     assert "12 slices of 4 volumes from 2 sites" in capsys.readouterr().out
     found = open_source(str(tmp_path / "out"))
     assert found.task_type is SEGMENTATION and set(found.domains) == {"A", "other"} and len(found.items) == 12
     mask = np.array(Image.open(tmp_path / "out" / "A" / "mask" / "Case00-002.png"))
     assert mask.shape == (6, 8) and (mask[1:3, 2:5] == 255).all() and (mask > 0).sum() == 6
     (tmp_path / "in" / "other" / "Case01_segmentation.nii.gz").unlink()
-    assert main(["convert", "prostate", str(tmp_path / "in"), str(tmp_path / "two")]) == 1
+    assert convert_prostate.main([str(tmp_path / "in"), str(tmp_path / "two")]) == 1
     assert "Case01 has a volume or a segmentation, and not both" in capsys.readouterr().err
 
 
 def test_domainnet(tmp_path, capsys):
     root = tmp_path / "in"
     lines: dict[str, list[str]] = {"train": [], "test": []}
-    for k, name in enumerate([*CLASSES, "axe"]):
+    for k, name in enumerate([*convert_domainnet.CLASSES, "axe"]):
         for part, listed in lines.items():
             path = f"clipart/{name}/{part}.jpg"
             (root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +159,13 @@ def test_domainnet(tmp_path, capsys):
             listed.append(f"{path} {k}")
     for part, listed in lines.items():
         (root / f"clipart_{part}.txt").write_text("\n".join(listed) + "\n")
-    assert main(["convert", "domainnet", str(root), str(tmp_path / "ten")]) == 0
+    assert convert_domainnet.main([str(root), str(tmp_path / "ten")]) == 0
     assert "20 images of 10 classes in 1 domains" in capsys.readouterr().out
-    assert sorted(p.name for p in (tmp_path / "ten" / "clipart").iterdir()) == sorted(CLASSES)
-    assert main(["convert", "domainnet", str(root), str(tmp_path / "one"), "classes=axe", "only=test"]) == 0
+    assert sorted(p.name for p in (tmp_path / "ten" / "clipart").iterdir()) == sorted(convert_domainnet.CLASSES)
+    assert convert_domainnet.main([str(root), str(tmp_path / "one"), "--classes", "axe", "--only", "test"]) == 0
     assert [p.name for p in (tmp_path / "one").rglob("*.jpg")] == ["test.jpg"]
-    assert main(["convert", "domainnet", str(root), str(tmp_path / "x"), "classes=axes"]) == 1
+    assert convert_domainnet.main([str(root), str(tmp_path / "x"), "--classes", "axes"]) == 1
     assert "did you mean axe" in capsys.readouterr().err
     (root / "clipart_test.txt").write_text("../../etc/passwd 0\n")
-    assert main(["convert", "domainnet", str(root), str(tmp_path / "y")]) == 1
+    assert convert_domainnet.main([str(root), str(tmp_path / "y")]) == 1
     assert "clipart_test.txt:1: '../../etc/passwd 0' is not" in capsys.readouterr().err

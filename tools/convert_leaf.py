@@ -3,16 +3,20 @@
 Shakespeare's x are strings of 80 characters and y the next one: a role's text is put together again where its windows
 overlap, and written as one line of a .jsonl. FEMNIST's x are 784 numbers in 0 … 1 and y a class of 62 (digits, upper and
 lower case letters): each becomes an image in user/class/.
+
+python tools/convert_leaf.py leaf/data/femnist/data femnist --classes 10
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from converting import parser, run
 from PIL import Image
 
 from fedvlm.errors import FedvlmError
@@ -89,3 +93,15 @@ def _write_images(users: dict[str, dict[str, Any]], out: Path, classes: int) -> 
             Image.fromarray(grey).save(folder / f"{k}.png")
             count += 1
     return f"{count} images of {len(users)} users"
+
+
+def main(words: list[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--users", nargs="+", default=[], help="only these")
+    options.add_argument("--classes", type=int, default=0, help="only the first so many; 10 are the digits")
+    options.add_argument("--at-least", type=int, default=1, help="examples that a user must have")
+    return run(convert, options, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
