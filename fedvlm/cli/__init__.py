@@ -90,7 +90,7 @@ COMMANDS = {
     ),
     "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT, FAIR)),
     "report": Command(
-        "write a self-contained HTML page of finished runs, or serve it while runs go on (--watch)",
+        "write a self-contained HTML page of finished runs",
         (
             RUNS,
             Argument("--out", {"default": "report.html", "metavar": "FILE"}),
@@ -112,11 +112,6 @@ COMMANDS = {
                 "--tsne",
                 {"action": "store_true", "help": "with --details: image features by t-SNE too; needs scikit-learn"},
             ),
-            Argument(
-                "--watch",
-                {"action": "store_true", "help": "serve the page on this machine while runs go on; no file"},
-            ),
-            Argument("--port", {"type": int, "default": 8750, "metavar": "N", "help": "of --watch; 0: any free one"}),
             TRUST,
         ),
     ),
@@ -151,17 +146,6 @@ COMMANDS = {
         (
             RUN,
             Argument("--out", {"metavar": "FOLDER", "help": "default: RUN/export"}),
-            CLIENT,
-            WITH_BACKBONE,
-            ONNX,
-            TRUST,
-        ),
-    ),
-    "push": Command(
-        "write a run or an export as a folder for the Hugging Face hub; uploads nothing",
-        (
-            Argument("run", {"metavar": "RUN|EXPORT"}),
-            Argument("folder", {"metavar": "FOLDER"}),
             CLIENT,
             WITH_BACKBONE,
             ONNX,
@@ -315,12 +299,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _meant(word: str) -> str:
-    """Which command a word may mean: one by another name, a method, or one that is spelt like it."""
+    """The command that a word may mean: one that is spelt like it, or `run` before the name of a method."""
     from fedvlm.config import recipe
-    from fedvlm.config.words import COMMANDS as ELSEWHERE
 
-    if meant := ELSEWHERE.get(word.lower()):
-        return f"did you mean {meant}?"
     if word in recipe.names():
         return f"{word} is a method: fedvlm run {word}"
     return nearest(word, COMMANDS)
@@ -329,15 +310,17 @@ def _meant(word: str) -> str:
 def _as_key(word: str, words: list[str]) -> str:
     """`--lr 0.1` as lr=0.1, where there is such a key."""
     from fedvlm.config import catalogue
-    from fedvlm.config.words import key, option
 
     known = catalogue.load()
     every = {k.name for k in known.run} | {
         k.name for kind in known.parts.values() for p in kind.values() for k in p.keys
     }
-    if not word.startswith("--") or key(word.lstrip("-").partition("=")[0]) not in every:
+    name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+    if not word.startswith("--") or name not in every:
         return ""
-    return f"; keys are written {option(word, ''.join(words[words.index(word) + 1 :][:1]))}"
+    following = words[words.index(word) + 1 :][:1]
+    value = value or next((w for w in following if "=" not in w and not w.startswith("-")), "…")
+    return f"; keys are written {name}={value}"
 
 
 def _parser() -> argparse.ArgumentParser:

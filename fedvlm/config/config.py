@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from fedvlm import parts
-from fedvlm.config import catalogue, recipe, words
+from fedvlm.config import catalogue, recipe
 from fedvlm.config.keys import Key, unknown
 from fedvlm.config.listed import with_files_read
 from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Range, Share, Whole
@@ -151,7 +151,7 @@ class Config(Layout):
     seed: Seed = 50  # seed of splits, partitions, initial values and batches; the same seed gives the same run
     seeds: tuple[Seed, ...] = ()  # several runs, one per seed
     jobs: Whole = 0  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
-    launcher: Literal["none", "slurm", "ray"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
+    launcher: Literal["none", "slurm"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
     launch: tuple[str, ...] = ()  # launcher: resources of a job, NAME:VALUE each, such as gpus_per_node:1
     log: tuple[
         Literal["tensorboard", "wandb", "mlflow"], ...
@@ -375,13 +375,11 @@ def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str)
 
 def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
     """An error that says which other part has this key, where one has."""
-    for meant in dict.fromkeys((key, words.key(key))):
-        for axis in parts.AXES if meant not in _all_names(keys) else ():
-            for other, info in catalogue.load().parts[axis].items():
-                if any(k.name == meant for k in info.keys):
-                    called = "" if meant == key else f" ({meant}=)"
-                    reason = f"{axis}={names[axis]} has none{called}, {axis}={other} has"
-                    return FedvlmError(f"{where}{key}= is not a key here: {reason}")
+    for axis in parts.AXES:
+        for other, info in catalogue.load().parts[axis].items():
+            if any(k.name == key for k in info.keys):
+                reason = f"{axis}={names[axis]} has none, {axis}={other} has"
+                return FedvlmError(f"{where}{key}= is not a key here: {reason}")
     return unknown(key, _all_names(keys), where)
 
 

@@ -14,7 +14,6 @@ import typing
 from collections.abc import Collection
 from typing import Annotated, Literal, NamedTuple, SupportsFloat, SupportsIndex, cast
 
-from fedvlm.config import words
 from fedvlm.core.ranges import Range
 from fedvlm.core.records import Value
 from fedvlm.errors import FedvlmError, nearest
@@ -53,11 +52,7 @@ class Key(NamedTuple):
         if self.choices:
             found = [c for c in self.choices if str(c) == str(value)]
             if not found:
-                meant = words.value(self.name, str(value))
-                known = (
-                    f"did you mean {meant}?" if meant in self.choices else nearest(str(value), map(str, self.choices))
-                )
-                raise FedvlmError(f"{name}={value}: {known}")
+                raise FedvlmError(f"{name}={value}: {nearest(str(value), map(str, self.choices))}")
             return found[0]
         if self.type == "bool":
             if str(value).lower() not in WORDS:
@@ -157,9 +152,4 @@ def comments_by_line(source: str) -> dict[int, str]:
 
 
 def unknown(key: str, known: Collection[str], where: str = "") -> FedvlmError:
-    name = key.rpartition(".")[2]
-    if words.key(name) != name and words.key(name) in known:
-        return FedvlmError(f"{where}{key}= is not a key here; use {words.key(name)}=")
-    if name in words.METHOD:
-        return FedvlmError(f"{where}{key}= is not a key here; name the method without it, as in `fedvlm run fedot`")
     return FedvlmError(f"{where}{key}= is not a key here; {nearest(key, known)}")

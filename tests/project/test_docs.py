@@ -129,7 +129,7 @@ def small(words: list[str], number: int) -> list[str]:
             found.append(f"{key}={','.join(value.split(',')[: 1 + (key == 'lr')])}")
         elif "…" in word or word.startswith("runs/") or word == "RUN":
             found.append("RUN")
-        elif before == "--out" or (command == "push" and word == rest[-1]):
+        elif before == "--out":
             found.append(f"out-{number}")
         elif word.endswith((".jpg", ".png")) or (word == "FOLDER" and command == "predict"):
             found.append("image.png")

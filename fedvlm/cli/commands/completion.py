@@ -60,7 +60,6 @@ def candidates(before: list[str], current: str) -> list[str]:
     methods = recipe.names() if verb in TAKES_METHOD and (not named or verb == "bench") else []
     takes_keys = verb in (*TAKES_METHOD, "demo") and (named or verb == "demo")
     known = [f"{k.name}=" for k in keys(named, given)] + ["on=", "adapter=", "local=", "merge="] if takes_keys else []
-    known += ["search=", "trials="] if verb == "bench" and named else []
     unused = [k for k in known if k[:-1] not in given]
     folders = run_folders() if verb in TAKES_RUNS else []
     return [*(flags if current.startswith("-") else []), *(choices if not named else []), *methods, *unused, *folders]
@@ -90,8 +89,6 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
 def values(key: str, named: list[str], given: dict[str, str]) -> list[str]:
     if key == "on":
         return recipe.presets()
-    if key == "search":
-        return ["optuna"]
     if key in parts.KINDS:
         return parts.names(key) + (["auto"] if key == "engine" else [])
     if key == "metrics":

@@ -1,4 +1,5 @@
-"""Runs on other machines that share a folder with this one (launcher=slurm, launcher=ray).
+"""Runs on other machines that share a folder with this one (launcher=slurm): one array job, through submitit.
+launch=cluster:local runs them on this machine instead.
 
 This process writes the folder of every run, with all its settings, and has `fedvlm resume FOLDER` carried out elsewhere: a
 list of words is all that is sent. Rounds are read from the folders as they appear. A run that was interrupted goes on when
@@ -7,21 +8,22 @@ the command is given again, here or there.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol
 
 from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.launchers import check
 from fedvlm.training.planning import Job
 from fedvlm.training.train import prepare
 
+HERE = "none"
 POLL = 1.0  # seconds between looks at the folders
 LAST = 40  # lines of an error that are looked at
 
@@ -39,14 +41,10 @@ class Task(Protocol):
     def cancel(self) -> None: ...
 
 
-class Launcher(Protocol):
-    """What a module of this folder offers."""
-
-    def submit(
-        self, commands: Sequence[list[str]], logs: Path, at_once: int, options: dict[str, Value]
-    ) -> Sequence[Task]:
-        """Has each command carried out somewhere, `at_once` at a time (0: as many as there is room for)."""
-        ...
+def check(name: str) -> None:
+    """An error where the launcher's package is not installed."""
+    if name != HERE and importlib.util.find_spec("submitit") is None:
+        raise FedvlmError('launcher=slurm needs submitit; install it with `pip install "fedvlm[slurm]"`')
 
 
 def run_elsewhere(
@@ -55,13 +53,12 @@ def run_elsewhere(
     """Runs all that are not finished. Ctrl-C cancels those that were submitted."""
     config = jobs[0].setup.config
     check(config.launcher)
-    launcher = cast(Launcher, importlib.import_module(f"fedvlm.training.launchers.{config.launcher}"))
     waiting = [i for i, job in enumerate(jobs) if not started(job, pools).done]
     for i in set(range(len(jobs))) - set(waiting):
         ended(i, "")
     commands = [resume_command(jobs[i].folder) for i in waiting]
     logs = jobs[0].folder.parent / "jobs"
-    tasks = dict(zip(waiting, launcher.submit(commands, logs, at_once, options_of(config.launch)), strict=True))
+    tasks = dict(zip(waiting, submit(commands, logs, at_once, options_of(config.launch)), strict=True))
     seen = {i: len(RunFolder(jobs[i].folder).rounds()) for i in tasks}
     try:
         while tasks:
@@ -117,3 +114,38 @@ def number(text: str) -> Value:
         except ValueError:
             continue
     return text
+
+
+class SlurmTask:
+    def __init__(self, job: Any):
+        self.job = job  # submitit's
+
+    def error(self) -> str | None:
+        if not self.job.done():
+            return None
+        found = self.job.exception()
+        return "" if found is None else str(found)
+
+    def cancel(self) -> None:
+        self.job.cancel()
+
+
+def submit(commands: Sequence[list[str]], logs: Path, at_once: int, options: dict[str, Value]) -> Sequence[Task]:
+    """Has each command carried out somewhere, `at_once` at a time (0: as many as there is room for)."""
+    import submitit
+
+    cluster = str(options.pop("cluster", "slurm"))
+    if cluster == "slurm" and shutil.which("sbatch") is None:
+        raise FedvlmError("launcher=slurm: there is no sbatch here; start it on a machine that can submit jobs")
+    executor = submitit.AutoExecutor(folder=logs.resolve(), cluster=cluster)
+    if at_once and cluster == "slurm":
+        options = {"slurm_array_parallelism": at_once} | options
+    try:
+        executor.update_parameters(**({"timeout_min": 24 * 60} | options))
+    except (NameError, TypeError) as error:
+        raise FedvlmError(f"launch=: submitit does not take this ({error})") from error
+    if not commands:
+        return []
+    with executor.batch():  # one array job
+        jobs = [executor.submit(submitit.helpers.CommandFunction(words, verbose=False)) for words in commands]
+    return [SlurmTask(job) for job in jobs]

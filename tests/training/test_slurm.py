@@ -1,10 +1,9 @@
 """Runs on other machines: what is sent is words, and a folder is all that comes back. A stand-in for a cluster carries the
-words out in this process; Slurm and Ray are tried where they are installed (docs/launchers.md says how)."""
+words out in this process."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -15,10 +14,8 @@ from fedvlm.cli import main
 from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.training import launchers, processes
+from fedvlm.training import processes, slurm
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.launchers import base
-from fedvlm.training.launchers.ray import carry_out
 from fedvlm.training.planning import Job
 
 
@@ -53,9 +50,9 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch) -> Cluster:
     found = Cluster()
-    monkeypatch.setitem(sys.modules, "fedvlm.training.launchers.slurm", found)
-    monkeypatch.setattr(base, "check", lambda name: None)
-    monkeypatch.setattr(base, "POLL", 0.0)
+    monkeypatch.setattr(slurm, "submit", found.submit)
+    monkeypatch.setattr(slurm, "check", lambda name: None)
+    monkeypatch.setattr(slurm, "POLL", 0.0)
     return found
 
 
@@ -103,28 +100,19 @@ def test_ctrl_c_cancels_what_was_submitted(images, tmp_path, cluster):
 
 def test_a_job_that_ended_without_its_run(tmp_path, images, cluster):
     run = RunFolder(tmp_path)
-    assert base.reason("", SimpleNamespace(done=True)) == ""
-    assert "the same command goes on" in base.reason("", SimpleNamespace(done=False))
-    assert base.reason("killed", run) == "killed"
+    assert slurm.reason("", SimpleNamespace(done=True)) == ""
+    assert "the same command goes on" in slurm.reason("", SimpleNamespace(done=False))
+    assert slurm.reason("killed", run) == "killed"
 
 
-@pytest.mark.parametrize(("name", "package"), launchers.PACKAGES.items())
-def test_what_is_not_installed_is_named(name, package, monkeypatch):
+def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None)
-    with pytest.raises(FedvlmError, match=rf'launcher={name} needs {package}.*pip install "fedvlm\[{name}\]"'):
-        launchers.check(name)
-    launchers.check("none")
+    with pytest.raises(FedvlmError, match=r'launcher=slurm needs submitit.*pip install "fedvlm\[slurm\]"'):
+        slurm.check("slurm")
+    slurm.check("none")
 
 
 def test_what_a_job_asks_for():
-    assert base.options_of(["num_gpus:0.5", "a:b:c", "n:3"]) == {"num_gpus": 0.5, "a": "b:c", "n": 3}
+    assert slurm.options_of(["num_gpus:0.5", "a:b:c", "n:3"]) == {"num_gpus": 0.5, "a": "b:c", "n": 3}
     with pytest.raises(FedvlmError, match="launch=4: expected NAME:VALUE"):
-        base.options_of(["4"])
-
-
-def test_a_command_on_another_machine(tmp_path):
-    """Ray's side: what the command said where it failed, in the folder where the bench was started."""
-    write = "open('here', 'w').write('x')"
-    assert carry_out([sys.executable, "-c", write], str(tmp_path)) == "" and (tmp_path / "here").exists()
-    assert "no such" in carry_out([sys.executable, "-c", "raise SystemExit('fedvlm: no such thing')"], str(tmp_path))
-    assert carry_out([sys.executable, "-c", "raise SystemExit(3)"], str(tmp_path)) == "exit code 3"
+        slurm.options_of(["4"])
