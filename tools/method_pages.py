@@ -1,5 +1,5 @@
 """A page of the documentation for each method, from what is there already: its recipe, the docstrings of its parts, the
-papers' numbers (fedvlm/studies/papers/tables) and ours (docs/results.md, docs/claims.md). tools/site_pages.py puts them into
+papers' numbers (benchmarks/papers/tables) and ours (docs/results.md, docs/claims.md). tools/site_pages.py puts them into
 the site.
 
     python tools/method_pages.py fedot        # prints one
@@ -189,9 +189,7 @@ def published(name: str) -> list[str]:
             keys = [f"on={on}"] * bool(on) + [f"{k}={v}" for k, v in under.items()]
             rows.append([data, " ".join(keys), values, str(numbers["source"])])
     if not rows:
-        return [
-            "The papers in `fedvlm/studies/papers/tables` report no number for it that a run can be compared with.\n"
-        ]
+        return ["The papers in `benchmarks/papers/tables` report no number for it that a run can be compared with.\n"]
     return [
         *table(["data", "keys", "in %", "source"], rows),
         "",
@@ -202,7 +200,7 @@ def published(name: str) -> list[str]:
 @cache
 def entries() -> list[tuple[str, str, str, dict[str, object], dict[str, object]]]:
     found: list[tuple[str, str, str, dict[str, object], dict[str, object]]]
-    found = json.loads(recipe.PUBLISHED.read_text(encoding="utf-8"))["entries"]
+    found = json.loads(recipe.PUBLISHED.read_text(encoding="utf-8"))
     return found
 
 

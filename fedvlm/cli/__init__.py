@@ -73,21 +73,6 @@ COMMANDS = {
         "run several methods under the same protocol and compare them",
         (Argument("words", {"nargs": "+", "metavar": "METHOD|key=value"}), CSV, LATEX),
     ),
-    "reproduce": Command(
-        "list the tables of the papers, run one, and show our numbers beside the published ones",
-        (
-            Argument("words", {"nargs": "*", "metavar": "PAPER|TABLE|key=value"}),
-            Argument(
-                "--dry",
-                {"action": "store_true", "help": "show which data are missing, and the cost; train nothing"},
-            ),
-            Argument(
-                "--rehearse",
-                {"action": "store_true", "help": "try it on made-up data and small models, within a minute"},
-            ),
-            CSV,
-        ),
-    ),
     "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT, FAIR)),
     "report": Command(
         "write a self-contained HTML page of finished runs",
@@ -156,15 +141,6 @@ COMMANDS = {
         "evaluate finished runs on more data, without training: outsiders=A,B corrupt=fog,snow data=OTHER",
         (RUN, PAIRS, TRUST, CSV),
     ),
-    "attack": Command(
-        "measure what embeddings that clients sent reveal about their images",
-        (
-            RUNS,
-            Argument("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"}),
-            TRUST,
-            CSV,
-        ),
-    ),
     "ls": Command(
         "list methods, parts, data, backbones or runs",
         (
@@ -227,7 +203,7 @@ first steps:
   fedvlm bench fedot fedclip fedavg data=FOLDER       a table of methods
   fedvlm run fedot --help                             every key of a method
 """
-GOES_ON = ("demo", "run", "bench", "reproduce", "resume")  # commands that, given again, go on where they stopped
+GOES_ON = ("demo", "run", "bench", "resume")  # commands that, given again, go on where they stopped
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from helpers import CLASSES
+from papers.measures import seed_values
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -36,7 +37,6 @@ from fedvlm.predict.export.card import plain
 from fedvlm.predict.export.onnx import difference, example_images, pixels_of, preprocessing, to_onnx
 from fedvlm.predict.export.weights import copy_backbone
 from fedvlm.predict.predictor import FAR_BELOW, Predictor, far_below
-from fedvlm.studies.papers.measures import seed_values
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINI_CLIP = Path(backbones.ASSETS) / "mini-clip"

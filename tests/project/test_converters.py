@@ -6,22 +6,19 @@ import contextlib
 import gzip
 import json
 import struct
-import sys
 from pathlib import Path
 
+import convert_domainnet
+import convert_leaf
+import convert_prostate
 import numpy as np
 import pytest
+from nifti import read_volume
 from PIL import Image
 
 from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import convert_domainnet
-import convert_leaf
-import convert_prostate
-from nifti import read_volume
 
 
 def leaf(path: Path, **users: tuple[list, list]) -> Path:

@@ -20,6 +20,8 @@ import pages
 import pytest
 import yaml
 from pages import PAGES, ROOT
+from papers.manifest import find
+from papers.published import paper_names
 
 import fedvlm
 from fedvlm import parts
@@ -31,7 +33,6 @@ from fedvlm.config import recipe
 from fedvlm.config.config import key_values, resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.studies import sweep
-from fedvlm.studies.papers.manifest import find
 
 NAMES = {"METHOD": "fedot", "NAME": "fedot", "A": "fedot", "PAPER": "fedot", "TABLE": "1"}  # placeholders on pages
 DROPPED = ("backbone", "rounds", "seeds", "out", "engine", "--onnx")  # what `small` leaves out
@@ -61,7 +62,7 @@ def check_reproduce(words: list[str]) -> None:
             keys.pop(beside, None)
         resolve("fedavg", {k: v for k, v in keys.items() if k not in ("start", "text_backbone")})
     else:
-        assert not names or names[0] in recipe.paper_names(), names
+        assert not names or names[0] in paper_names(), names
 
 
 def check_questions(pairs: list[str]) -> None:
@@ -79,7 +80,6 @@ def check(words: list[str]) -> None:
         "init": lambda: check_run(str(key_values(args.pairs).get("like", "fedavg")), without(args.pairs, "like")),
         "demo": lambda: [check_run(m, args.pairs) for m in METHODS],
         "bench": lambda: check_bench(args.words),
-        "reproduce": lambda: check_reproduce(args.words),
         "evaluate": lambda: check_questions(args.pairs),
         "serve": lambda: values(serve.KEYS, args.pairs),
         "join": lambda: values(join.KEYS, args.pairs),
@@ -172,6 +172,17 @@ def test_short_commands_run(world, capsys):
     assert failed == [] and len(done) > 20
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_that_a_page_reproduces_exists(page):
+    for line in re.findall(r"benchmarks/reproduce\.py ([^#`\n]*)", pages.text_of(page)):
+        check_reproduce([word for word in line.split() if not word.startswith("--")])
+
+
+def test_a_table_that_does_not_exist_is_found():
+    with pytest.raises(FedvlmError):
+        check_reproduce(["fedot", "99", "data=PACS"])
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -185,7 +196,6 @@ def test_short_commands_run(world, capsys):
         "join north.zip dta=images",
         "federation init north prt=1",
         "evaluate RUN outsider=A",
-        "reproduce fedot 99 data=PACS",
         "init mine.yaml like=fedott",
     ],
 )

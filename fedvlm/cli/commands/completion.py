@@ -29,7 +29,7 @@ complete -o default -o nospace -F _fedvlm fedvlm
 FISH = """complete -c fedvlm -f -a '(fedvlm complete (commandline -cp) 2>/dev/null)'
 """
 TAKES_METHOD = ("run", "show", "bench")
-TAKES_RUNS = ("compare", "report", "resume", "predict", "export", "evaluate", "attack")
+TAKES_RUNS = ("compare", "report", "resume", "predict", "export", "evaluate")
 
 
 def main(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ training images and the labels. With them the server trains low-rank changes of 
 embeddings t, which replace the frozen ones. A client needs no text tower.
 
 **Clients send embeddings of private images**: they contain less than the pixels, but enough to tell which images of a
-given set a client holds (`fedvlm attack` measures this). To send less (D.1): a share of them (`upload_share`), a fixed
+given set a client holds (`tools/attack.py` measures this). To send less (D.1): a share of them (`upload_share`), a fixed
 number per class (`upload_count`; 16 in Table 8), means over shuffled groups per class in their place (`upload_groups`),
 noise on each (`upload_noise`). What is averaged or noisy is normalised on the server: Eq. 1 is a cosine.
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
-from fedvlm.report.models import client_models, flat, loss, of_clients, trained, unflat
+from papers.models import client_models, flat, loss, of_clients, trained, unflat
 
 CHANGES = np.linspace(-0.15, 0.15, 7)
 

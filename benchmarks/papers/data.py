@@ -14,7 +14,7 @@ from fedvlm.config.config import Setup
 from fedvlm.core.tasks import NEXT_CHARACTER, SEGMENTATION
 from fedvlm.data.source import NO_DOMAIN, Source, open_source
 from fedvlm.errors import FedvlmError
-from fedvlm.studies.papers.manifest import LAYOUTS, DataSet, Part, data_sets
+from papers.manifest import LAYOUTS, DataSet, Part, data_sets
 
 
 class Found(NamedTuple):

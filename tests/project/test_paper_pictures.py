@@ -1,4 +1,4 @@
-"""Pictures of trained models (fedvlm/report/models.py), and the questions that `reproduce` asks finished runs."""
+"""Pictures of trained models (benchmarks/papers/models.py), and the questions that `reproduce.py` asks finished runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_setup
+from papers import models, similarity, surface, tsne, weights
 from torch.nn import functional as F
 
 from fedvlm.data.corruptions import FURTHER, KINDS, NAMES, corrupt
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.predict.finished import Finished
-from fedvlm.report import models, similarity, surface, tsne, weights
 from fedvlm.training import train
 
 

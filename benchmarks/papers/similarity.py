@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from fedvlm.core.adapter import TEXT_FEATURES, class_vectors
 from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
-from fedvlm.report.models import as_shared, shared_features
+from papers.models import as_shared, shared_features
 
 MOST = 100  # images of a class
 

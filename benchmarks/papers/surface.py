@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 
 from fedvlm.predict.finished import Finished
 from fedvlm.report.figures import Theme
-from fedvlm.report.models import client_models, flat, held_out, loss, one_row, unflat
+from papers.models import client_models, flat, held_out, loss, one_row, unflat
 
 POINTS = 9  # along each axis
 MARGIN = 1.3  # how far the plane reaches beyond the farthest model

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fedvlm.studies.papers.data import Found, locate
-from fedvlm.studies.papers.manifest import DataSet, Part, data_sets
 from fedvlm.system import console
 from fedvlm.training.planning import LEAVE_ONE_OUT
+from papers.data import Found, locate
+from papers.manifest import DataSet, Part, data_sets
 
 SIDE = 32  # pixels
 IMAGES = 5  # of each class in each domain: three to train on, one to validate, one to test

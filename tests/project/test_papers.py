@@ -10,28 +10,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reproduce
+import yaml
 from helpers import train_small
+from papers import curves, manifest, published
+from papers.data import BACKBONES, Found, locate, other_backbone, vision
+from papers.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
+from papers.measures import half_width, seed_values
+from papers.rehearsal import made_up
+from papers.run import keys_of
 from run_folders import DOMAINS
 from run_folders import write as fake_run
 
 from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.cli.commands.reproduce import reasons
 from fedvlm.config import catalogue, recipe
 from fedvlm.config.config import resolve
 from fedvlm.errors import FedvlmError
-from fedvlm.report import curves
 from fedvlm.report.tables import differences, rule, summarise
 from fedvlm.studies import comparison
-from fedvlm.studies.papers import manifest
-from fedvlm.studies.papers.data import BACKBONES, Found, locate, other_backbone, vision
-from fedvlm.studies.papers.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
-from fedvlm.studies.papers.measures import half_width, seed_values
-from fedvlm.studies.papers.rehearsal import made_up
-from fedvlm.studies.papers.run import keys_of
 from fedvlm.training.folder import RunFolder
 
-PAPERS = recipe.paper_names()
+PAPERS = published.paper_names()
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -54,6 +54,15 @@ def test_every_manifest_can_be_read_and_its_runs_can_be_set_up(paper):
                 setup = resolve(row.method, keys_of(part, row, Found("x", {}, ""), {}))
                 assert setup.config.rounds == part.keys.get("rounds", setup.config.rounds) or not setup.config.rounds
         assert {"seeds", "protocol", "score"} <= keys
+
+
+def test_rows_name_methods_and_presets_that_exist():
+    for path in published.PAPERS.glob("*.yaml"):
+        for table in yaml.safe_load(path.read_text(encoding="utf-8").replace("on:", "preset:"))["tables"]:
+            for row in table["rows"]:
+                known = row.get("method") in recipe.names()
+                assert "over" in table or known or row["missing"]  # over: a mean of other tables
+                assert row.get("preset", "") in ("", *recipe.presets())
 
 
 def test_the_numbers_of_the_papers_are_there():
@@ -123,8 +132,8 @@ def test_a_wrong_manifest_is_an_error_that_names_the_place(change, says):
     ],
 )
 def test_one_table_of_each_paper_is_rehearsed(paper, table, rows, capsys, tmp_path):
-    words = ["reproduce", paper, *table.split(), f"methods={rows}", "seeds=1", "jobs=1", f"--csv={tmp_path / 'x.csv'}"]
-    assert main([*words, "--rehearse"]) == 0
+    words = [paper, *table.split(), f"methods={rows}", "seeds=1", "jobs=1", f"--csv={tmp_path / 'x.csv'}"]
+    assert reproduce.main([*words, "--rehearse"]) == 0
     out = capsys.readouterr().out
     assert "not as published: rounds=1" in out and "same protocol for all rows: " in out
     header, *lines = (tmp_path / "x.csv").read_text().splitlines()
@@ -138,22 +147,21 @@ def test_one_table_of_each_paper_is_rehearsed(paper, table, rows, capsys, tmp_pa
 
 
 def test_a_figure_is_drawn(capsys, tmp_path):
-    words = ["reproduce", "focoop", "fig-6", "--rehearse", "seeds=1", "jobs=1", f"figure={tmp_path / 'x.png'}"]
-    assert main(words) == 0
+    words = ["focoop", "fig-6", "--rehearse", "seeds=1", "jobs=1", f"figure={tmp_path / 'x.png'}"]
+    assert reproduce.main(words) == 0
     assert "x.png: similarity of images and prompts" in capsys.readouterr().out
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_by_round_are_drawn(capsys, tmp_path):
     words = [
-        "reproduce",
         "feddtl",
         "fig-12",
         "part=caltech101-16-shot-non-iid",
         "methods=feddtl-decoupled",
         "--rehearse",
     ]
-    assert main([*words, "seeds=1", "jobs=1", f"figure={tmp_path / 'x.png'}"]) == 0
+    assert reproduce.main([*words, "seeds=1", "jobs=1", f"figure={tmp_path / 'x.png'}"]) == 0
     assert "x.png: local strategies" in capsys.readouterr().out
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -181,7 +189,7 @@ def test_figures_that_are_means_over_data_sets_have_their_parts():
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_row_of_every_table_can_be_run(paper):
     """By a method of fedvlm or, of a mean over data sets, by the parts that it is the mean of."""
-    assert reasons(parts(paper)) == {}
+    assert reproduce.reasons(parts(paper)) == {}
     for part in parts(paper):
         assert runnable(part) == len(part.rows), (part.title, part.name)
         assert not part.over or len(members(part)) > 1
@@ -193,8 +201,8 @@ def test_a_mean_over_data_sets(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     for name in ("pacs", "vlcs"):
         (tmp_path / f"{name}-images").rename(tmp_path / "data" / name)
-    words = ["reproduce", "fedot", "1", "part=average", f"data={tmp_path / 'data'}", "methods=zero-shot", "seeds=1"]
-    assert main([*words, "jobs=1", f"out={tmp_path / 'runs'}"]) == 0
+    words = ["fedot", "1", "part=average", f"data={tmp_path / 'data'}", "methods=zero-shot", "seeds=1"]
+    assert reproduce.main([*words, "jobs=1", f"out={tmp_path / 'runs'}"]) == 0
     out = capsys.readouterr().out
     first, second, mean = (float(v) for v in re.findall(r"CLIP \(ZS\) +G +([\d.]+)", out))
     assert mean == pytest.approx((first + second) / 2, abs=0.01)
@@ -216,7 +224,7 @@ def test_sets_of_outsiders_are_looked_for_beside_the_data(tmp_path):
     found = locate(part, str(folder))
     assert found.outsider_sets == {"dtd": str(folder / "DTD"), "isun": str(folder / "iSUN")}
     assert found.names["isun"] == "iSUN" and found.outsiders == str(folder / "DTD")
-    from fedvlm.studies.papers import run
+    from papers import run
 
     assert "no folder places in or beside the data: its columns are empty" in run.notes(part, [], found)
 
@@ -227,24 +235,24 @@ def pacs(tmp_path_factory) -> Path:
 
 
 def test_costs_runs_and_what_is_there(pacs, tmp_path, capsys):
-    words = ["reproduce", "fedot", "1", f"data={pacs}", "methods=fedot,fedlt", "rounds=2", "seeds=1"]
+    words = ["fedot", "1", f"data={pacs}", "methods=fedot,fedlt", "rounds=2", "seeds=1"]
     words += ["settings=tuned", "jobs=1", f"out={tmp_path}"]
-    assert main([*words, "--dry"]) == 0
+    assert reproduce.main([*words, "--dry"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"FEDOT \(Ours\) +4 of 4 +2 ", out) and "8 runs" in out and not list(tmp_path.iterdir())
     assert "with mini-clip, not the paper's CLIP ViT-B/32: the paper's column is no target" in out
-    assert main(words) == 0
+    assert reproduce.main(words) == 0
     first = capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == 8
-    assert main(words) == 0
+    assert reproduce.main(words) == 0
     again = capsys.readouterr().out
     assert "8 of 8 runs are already finished" in again and "runs to do" not in again
     assert first.split("row  ")[-1] == again.split("row  ")[-1]
     table = api.runs(tmp_path).table()  # the same numbers as `bench` prints
     fedot = next(v for v in table.values if v["method"] == "fedot")
     assert re.search(rf"FEDOT \(Ours\) +G +{fedot['G']:.2f} +– +94.53 ± 0.35 +{fedot['G'] - 94.53:+.2f}\n", again)
-    by_target = ["reproduce", "fedot", "S5", *words[3:]]
-    assert main(by_target) == 0  # another table of the same runs
+    by_target = ["fedot", "S5", *words[2:]]
+    assert reproduce.main(by_target) == 0  # another table of the same runs
     assert "8 of 8 runs are already finished" in (out := capsys.readouterr().out)
     sketch = next(
         r.record for r in api.runs(tmp_path) if r.record.method.name == "fedot" and r.record.unseen == ["sketch"]
@@ -256,7 +264,7 @@ def test_a_row_that_cannot_be_run_says_why(pacs, tmp_path, capsys):
     row = manifest.Row("Ours (other)", "", "", {}, "not in fedvlm: it is a test", "", {"G": manifest.Published(50.0)})
     (part,) = find("fedot", "1", "pacs")
     keys = {"rounds": 1, "seeds": "1", "unseen": "photo", "out": str(tmp_path), "jobs": 1}
-    from fedvlm.studies.papers import run
+    from papers import run
 
     part, found, pools = replace(part, rows=(row,)), locate(part, str(pacs)), api.new_pools()
     planned = run.plan(part, found, keys, pools)
@@ -271,7 +279,7 @@ def test_what_the_user_has_is_checked(pacs, tmp_path, capsys):
     found = locate(part, str(pacs))
     assert found.names["art_painting"] == "art_painting" and "other classes" in found.differs
     assert locate(part, str(pacs.parent)).path == str(pacs)
-    assert main(["reproduce", "fedot", "1", "part=vlcs", f"data={pacs}"]) == 1
+    assert reproduce.main(["fedot", "1", "part=vlcs", f"data={pacs}"]) == 1
     assert "is not VLCS: no domain Caltech101 in art_painting, cartoon, photo, sketch" in capsys.readouterr().err
     home = made_up(data_sets()["office-home"], tmp_path / "data") / "office-home"
     (home / "Real").rename(home / "Real World")
@@ -413,16 +421,15 @@ def test_bench_refuses_methods_with_different_budgets(capsys):
 
 
 def test_lists(capsys):
-    assert main(["reproduce"]) == 0
+    assert reproduce.main([]) == 0
     out = capsys.readouterr().out
     assert all(paper in out for paper in PAPERS)
-    assert main(["reproduce", "fedot"]) == 0
+    assert reproduce.main(["fedot"]) == 0
     assert "Table S23" in capsys.readouterr().out
-    assert main(["reproduce", "fedot", "1"]) == 1
+    assert reproduce.main(["fedot", "1"]) == 1
     assert "give data=FOLDER with femnist or pacs" in capsys.readouterr().err
 
 
-def test_the_shipped_numbers_are_fresh():
-    stored = json.loads(recipe.PUBLISHED.read_text(encoding="utf-8"))
-    assert stored["digest"] == recipe._papers_digest(), "run `python -m fedvlm.config.catalogue`"
-    assert [tuple(e) for e in stored["entries"]] == [tuple(e) for e in recipe._read_published()]
+def test_the_shipped_numbers_are_those_of_the_tables():
+    """Refresh them with `python benchmarks/reproduce.py --publish`."""
+    assert list(recipe._published()) == published.entries()

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from fedvlm.config import recipe
-from fedvlm.config.recipe import PAPERS, ROW_KEYS, Settings
+from fedvlm.config.recipe import Settings
 from fedvlm.errors import FedvlmError, nearest
+from papers import published
+from papers.published import PAPERS, ROW_KEYS
 
 SEEDS = [50, 77, 98]  # where a paper names none
 PERCENT = ("G", "P", "C", "local", "base", "novel", "hm", "acc", "cacc", "auroc", "fpr95", "worst", "best")
@@ -28,11 +30,11 @@ OTHER = {  # measure → the smallest and the largest number that it can be
     "parameters": (0.0, 1e12),
 }
 BY_PLACE = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "base", "novel", "hm", "local")  # measures that take @PLACE
-PART_KEYS = tuple(recipe.PublishedTable.__annotations__)
+PART_KEYS = tuple(published.PublishedTable.__annotations__)
 SET_KEYS = ("title", "layout", "domains", "more_domains", "classes", "get")
 LAYOUTS = ("domain/class/image", "class/image", "site/image+mask", "text")
 CURVES = "curves"  # a figure of measures by round
-FIGURES = (CURVES, "similarity", "surface", "tsne", "weights")  # files of fedvlm/report; all but the first draw models
+FIGURES = (CURVES, "similarity", "surface", "tsne", "weights")  # modules of this folder; all but the first draw models
 AVERAGE = "average"  # the data of a part that is a mean over data sets
 
 
@@ -118,18 +120,18 @@ def _data_set(path: Path, name: str, entry: dict[str, Any]) -> DataSet:
 
 def parts(paper: str) -> list[Part]:
     """All tables of a paper, in order; a table on several data sets is several parts."""
-    if paper not in recipe.paper_names():
-        raise FedvlmError(f"no paper '{paper}'; {nearest(paper, recipe.paper_names())}")
+    if paper not in published.paper_names():
+        raise FedvlmError(f"no paper '{paper}'; {nearest(paper, published.paper_names())}")
     return _parts(paper)
 
 
 @cache
 def _parts(paper: str) -> list[Part]:
-    main = recipe.paper(paper)
+    main = published.paper(paper)
     more = PAPERS / "supplement" / f"{paper}.yaml"
     files = {PAPERS / f"{paper}.yaml": main["tables"]}
     if more.exists():
-        files[more] = cast(recipe.Paper, recipe.parse(more, own=True))["tables"]
+        files[more] = cast(published.Paper, recipe.parse(more, own=True))["tables"]
     return [
         _part(path, paper, main["paper"], cast(dict[str, Any], t)) for path, tables in files.items() for t in tables
     ]
@@ -139,14 +141,12 @@ def find(paper: str, table: str, part: str = "") -> list[Part]:
     """The parts of the table with this number ("1", "S5", "fig-5"); with `part`, those of this name."""
     known = parts(paper)
     if not (wanted := numbers_of(table)):
-        raise FedvlmError(
-            f"'{table}' is no table; give its number, such as 1, S5 or fig-5 (`fedvlm reproduce {paper}`)"
-        )
+        raise FedvlmError(f"'{table}' is no table; give its number, such as 1, S5 or fig-5 (`reproduce.py {paper}`)")
     found = [p for p in known if wanted & numbers_of(p.table)] or [
         p for p in known if wanted & figures_of(f"{p.caption}; {p.note}")
     ]
     if not found:
-        raise FedvlmError(f"{paper} has no table '{table}'; `fedvlm reproduce {paper}` lists them")
+        raise FedvlmError(f"{paper} has no table '{table}'; `reproduce.py {paper}` lists them")
     names = list(dict.fromkeys(p.name for p in found))
     if part and part not in names:
         raise FedvlmError(f"part={part}: {found[0].table} of {paper} has none of this name; {nearest(part, names)}")

@@ -1,4 +1,4 @@
-"""`fedvlm attack`: known leaks are found, noise leaks nothing, and the table of a run is right."""
+"""tools/attack.py: known leaks are found, noise leaks nothing, and the table of a run is right."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from attack import Leak, attack, attack_client, embed, main, mean_leak, measure_leak, non_members, table
 from helpers import example
 from torch.nn import functional as F
 
-from fedvlm.cli import main
 from fedvlm.config.config import resolve
 from fedvlm.core.data import Data
 from fedvlm.core.state import with_client_axis
@@ -19,7 +19,6 @@ from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.merge.text_server import TextServer
-from fedvlm.studies.attack import Leak, attack, attack_client, embed, mean_leak, measure_leak, non_members, table
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
 
@@ -117,7 +116,7 @@ def test_by_hand():
 
 
 def test_comparing_in_blocks_changes_nothing(monkeypatch):
-    from fedvlm.studies import attack as module
+    import attack as module
 
     at_once = leak_of(TextServer(upload_noise=0.1), *clusters())
     monkeypatch.setattr(module, "BLOCK", 7)
@@ -221,7 +220,7 @@ def test_the_server_embeds_candidates_without_private_parameters(runs):
 
 
 def test_the_command(runs, tmp_path, capsys):
-    words = ["attack", str(runs / "plain"), str(runs / "grouped"), str(runs / "domains")]
+    words = [str(runs / "plain"), str(runs / "grouped"), str(runs / "domains")]
     assert main([*words, "--csv", str(tmp_path / "t.csv")]) == 0
     text = capsys.readouterr().out
     head = text.splitlines()[0].split()
@@ -234,16 +233,16 @@ def test_the_command(runs, tmp_path, capsys):
         read = list(csv.DictReader(file))
     assert [r["run"] for r in read] == ["plain", "grouped", "domains"] and float(read[0]["matched"]) == 1.0
     assert read[2]["hm"] == "" and float(read[1]["upload_noise"]) == 0.05
-    assert main(["attack", str(runs / "plain"), "--what-if"]) == 0
+    assert main([str(runs / "plain"), "--what-if"]) == 0
     assert capsys.readouterr().out.count("plain, what if") == 4
 
 
 def test_runs_that_cannot_be_attacked_are_errors(images, runs, tmp_path, capsys, monkeypatch):
     setup = resolve("fedavg", {"data": str(images), "unseen": "noto", "rounds": 1})
     train.train(setup, Pools().load(setup), tmp_path / "fedavg")
-    assert main(["attack", str(tmp_path / "fedavg")]) == 1
+    assert main([str(tmp_path / "fedavg")]) == 1
     assert "no embeddings, so there is nothing to match; try a run of feddtl" in capsys.readouterr().err
-    assert main(["attack", str(tmp_path / "fedavg"), str(runs / "plain")]) == 0
+    assert main([str(tmp_path / "fedavg"), str(runs / "plain")]) == 0
     assert "fedavg is left out" in capsys.readouterr().out
     with pytest.raises(FedvlmError, match="nothing to match"):
         attack(RunFolder(tmp_path / "fedavg"))
@@ -258,7 +257,7 @@ def test_runs_that_cannot_be_attacked_are_errors(images, runs, tmp_path, capsys,
         patch.setattr(RunFolder, "finish", stopping)
         with pytest.raises(Stop):
             run_of(images, tmp_path / "half", rounds=1)
-    assert main(["attack", str(tmp_path / "half")]) == 1
+    assert main([str(tmp_path / "half")]) == 1
     assert "is not finished; `fedvlm resume" in capsys.readouterr().err
     run = RunFolder(runs / "plain")
     pool = Pools().load(run.setup())

@@ -18,15 +18,15 @@ from fedvlm.errors import FedvlmError, nearest
 from fedvlm.parts import AXES
 from fedvlm.predict import questions
 from fedvlm.report.tables import DASH, check_one_rule, rule, rule_keys, scored_on
-from fedvlm.studies.papers.data import Found, other_backbone
-from fedvlm.studies.papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
-from fedvlm.studies.papers.measures import half_width, seed_values
 from fedvlm.system.table import Table, Value
 from fedvlm.system.units import counted
 from fedvlm.training import planning, train
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planning import Job, place, single_runs
 from fedvlm.training.processes import RunsFailed
+from papers.data import Found, other_backbone
+from papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
+from papers.measures import half_width, seed_values
 
 COLUMNS = ["row", "measure", "ours", "95 %", "paper", "difference"]
 
@@ -160,11 +160,12 @@ def ask(part: Part, planned: list[Planned], found: Found) -> None:
 def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
     """Writes the picture as a PNG file: measures by round, or the models of the first seed of each row."""
     from fedvlm.predict.finished import Finished
-    from fedvlm.report import figures, models
+    from fedvlm.report import figures
+    from papers import models
 
     if part.figure == CURVES:
         return draw_curves(part, [planned], place)
-    panel = import_module(f"fedvlm.report.{part.figure}").panel
+    panel = import_module(f"papers.{part.figure}").panel
     found = []
     for p in planned:
         done = {run.folder for run in p.finished}
@@ -179,7 +180,8 @@ def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
 
 def draw_curves(part: Part, members: Sequence[list[Planned]], place: str) -> None:
     """The part's measures by round; of a mean over data sets, `members` are their rows."""
-    from fedvlm.report import curves, figures
+    from fedvlm.report import figures
+    from papers import curves
 
     rows = {
         row.title: [p.finished for planned in members for p in planned if p.row.title == row.title] for row in part.rows

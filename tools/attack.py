@@ -1,4 +1,4 @@
-"""`fedvlm attack`: what an honest-but-curious server learns about private images from the embeddings that clients send.
+"""What an honest-but-curious server learns about private images from the embeddings that clients send.
 
 FedDTL's clients send embeddings of their training images (merge=text_server). The paper lists ways to send less (D.1) and
 measures their cost in accuracy, not their gain in privacy. The server has all shared parameters, so it can embed an image
@@ -13,10 +13,14 @@ measures (means over clients):
     classes   F1 of the set of classes found in this way, against the classes that the client holds
 
 The last two use the embeddings only. Labels are sent too, so this server knows the classes without an attack.
+
+python tools/attack.py RUN … [--what-if] [--trust] [--csv FILE]
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedvlm import api
+from fedvlm.cli.commands.output import write_rows
 from fedvlm.core.adapter import class_vectors
 from fedvlm.core.copies import adapter_params
 from fedvlm.core.data import Data
@@ -40,6 +46,7 @@ from fedvlm.parts.merge.text_server import TextServer
 from fedvlm.predict.predictor import private_row
 from fedvlm.report.tables import backbone_id, format_value, plus_minus
 from fedvlm.rounds.method import Method
+from fedvlm.system import console
 from fedvlm.system.table import Table, Value
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
@@ -207,3 +214,39 @@ def table(rows: list[Row]) -> Table:
 
 def percent(value: float | str | None) -> float | None:
     return 100 * value if isinstance(value, float | int) else None
+
+
+def show(args: argparse.Namespace) -> None:
+    """Attack the runs whose clients send embeddings, and print the table."""
+    found = api.runs(*args.runs).files
+    silent = [r for r in found if not r.record.reveals]
+    if len(silent) == len(found):
+        raise FedvlmError(f"{found[0].folder.name}: {why_not('')}")
+    for run in silent:
+        console.note(f"{run.folder.name} is left out: {why_not('')}")
+    pools = Pools()
+    rows = []
+    for run in (r for r in found if r not in silent):
+        rows += attack(run, api.encode(run.setup(args.trust), pools), args.what_if, args.trust)
+    console.show(table(rows))
+    if args.csv:
+        columns = list(dict.fromkeys(k for row in rows for k in row))
+        write_rows(args.csv, columns, [[row.get(c, "") for c in columns] for row in rows])
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--what-if", action="store_true", help="also with other protections than the run's own")
+    parser.add_argument("--trust", action="store_true", help="allow what folders from others would do, as in fedvlm")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    try:
+        show(parser.parse_args(words))
+    except FedvlmError as error:
+        print(f"attack: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,8 +9,8 @@ from statistics import fmean, stdev
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, value_of
 from fedvlm.evaluation.protocols import by_seed, mean_if_complete, row, summary
 from fedvlm.predict import questions
-from fedvlm.studies.papers.manifest import PERCENT
 from fedvlm.training.folder import RunFolder
+from papers.manifest import PERCENT
 
 # Student's t at 97.5 % for 1, 2, … degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)

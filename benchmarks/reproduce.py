@@ -1,44 +1,74 @@
-"""`fedvlm reproduce [PAPER [TABLE]] [key=value …]`"""
+"""Tables of the papers: list them, run one, and show our numbers beside the published ones (docs/reproduce.md).
+
+python benchmarks/reproduce.py                                # the papers
+python benchmarks/reproduce.py fedot                          # the tables of one
+python benchmarks/reproduce.py fedot 1 data=PACS --dry        # what is there, what is missing, the cost
+python benchmarks/reproduce.py fedot 1 data=PACS
+python benchmarks/reproduce.py fedot 1 --rehearse             # on made-up data and small models, within a minute
+python benchmarks/reproduce.py --publish                      # writes fedvlm/config/published.json of the tables
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fedvlm.config import recipe
+from papers import published
+from papers.manifest import Part, find, members, parts, runnable
+
 from fedvlm.config.config import key_values
 from fedvlm.errors import FedvlmError
-from fedvlm.studies.papers.manifest import Part, find, members, parts, runnable
 from fedvlm.system import console
+from fedvlm.system.interrupts import stoppable
 from fedvlm.system.names import file_name
 
 if TYPE_CHECKING:
-    from fedvlm.studies.papers.data import Found
-    from fedvlm.studies.papers.run import Planned, RowCost
+    from papers.data import Found
+    from papers.run import Planned, RowCost
 
 
-def main(args: argparse.Namespace) -> None:
+def main(given: list[str] | None = None) -> int:
+    """Parse the words, do what they say, and print an error in one sentence."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="PAPER|TABLE|key=value")
+    parser.add_argument("--dry", action="store_true", help="show which data are missing, and the cost; train nothing")
+    parser.add_argument("--rehearse", action="store_true", help="try it on made-up data and small models")
+    parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")
+    parser.add_argument("--publish", action="store_true", help="write the numbers that fedvlm shows beside its own")
+    args = parser.parse_intermixed_args(given)
+    try:
+        with stoppable():
+            published.write() if args.publish else reproduce(args)
+    except FedvlmError as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def reproduce(args: argparse.Namespace) -> None:
+    """List papers or tables, or run what was named."""
     words = [w for w in args.words if "=" not in w]
     given: dict[str, object] = dict(key_values([w for w in args.words if "=" in w]))
     if len(words) > 2:
         raise FedvlmError(f"'{words[2]}': reproduce takes a paper, a table and key=value")
     if len(words) < 2:
         if given or args.rehearse or args.dry:
-            raise FedvlmError("reproduce: give a paper and a table, such as `fedvlm reproduce fedot 1 data=FOLDER`")
+            raise FedvlmError("give a paper and a table, such as `reproduce.py fedot 1 data=FOLDER`")
         return list_tables(words[0]) if words else list_papers()
     chosen = find(words[0], words[1], str(given.pop("part", "")))
     picture = str(given.pop("figure", ""))
     methods = [m for m in str(given.pop("methods", "")).split(",") if m]
     if args.rehearse:
-        from fedvlm.studies.papers.rehearsal import rehearse
+        from papers.rehearsal import rehearse
 
         chosen = [member for p in chosen for member in (members(p) if p.over else [p])]
         part = next((p for p in chosen if p.able), chosen[0])
         return rehearse(part, lambda found, small: show_part(part, found, small | given, methods, args, picture))
     if "data" not in given:
-        raise FedvlmError(f"reproduce: give data=FOLDER with {' or '.join(dict.fromkeys(p.data for p in chosen))}")
+        raise FedvlmError(f"give data=FOLDER with {' or '.join(dict.fromkeys(p.data for p in chosen))}")
     data, outsiders = str(given.pop("data")), str(given.pop("outsiders", ""))
     if all(p.over for p in chosen):
         for part in chosen:
@@ -50,11 +80,11 @@ def main(args: argparse.Namespace) -> None:
 
 def list_papers() -> None:
     rows = []
-    for name in recipe.paper_names():
-        known, title = parts(name), recipe.paper(name).get("title", "")
+    for name in published.paper_names():
+        known, title = parts(name), published.paper(name).get("title", "")
         rows.append([name, str(len({p.table for p in known})), *counts(known), title])
     console.rows(["paper", "tables", "numbers", "rows", "can be run", "title"], rows)
-    for name in recipe.paper_names():
+    for name in published.paper_names():
         for reason, count in reasons(parts(name)).items():
             console.note(f"{name}: {count} rows cannot be run: {reason}")
 
@@ -84,7 +114,7 @@ def reasons(known: list[Part]) -> Counter[str]:
 
 def located(chosen: list[Part], data: str, outsiders: str) -> list[tuple[Part, Found]]:
     """The parts whose data set is in the folder."""
-    from fedvlm.studies.papers.data import locate
+    from papers.data import locate
 
     out: list[tuple[Part, Found]] = []
     problems = [f"{p.table} ({p.name}): {p.missing}" for p in chosen if p.missing]
@@ -109,9 +139,10 @@ def show_part(
     picture: str = "",
 ) -> list[Planned]:
     """Checks, costs, runs and compares one part of a table; returns its rows with their runs."""
+    from papers import run
+
     from fedvlm import api
     from fedvlm.cli.commands.output import write_rows
-    from fedvlm.studies.papers import run
 
     pools = api.new_pools()
     planned = run.plan(part, found, given, pools, methods)
@@ -155,7 +186,7 @@ def show_mean(
     picture: str = "",
 ) -> None:
     """The members of a mean over data sets that are in the folder, then their mean."""
-    from fedvlm.studies.papers import run
+    from papers import run
 
     there = located(members(part), data, outsiders)
     results = [(member, show_part(member, found, given, methods, args), found) for member, found in there]
@@ -182,3 +213,7 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

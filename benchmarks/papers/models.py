@@ -1,7 +1,7 @@
 """Pictures of trained models, one panel for each run: what a run's record does not hold is computed from its models.
 
 A picture of another kind is a file beside this one with a function panel(ax, model, theme), and its name in
-studies/papers/manifest.py (FIGURES)."""
+manifest.py (FIGURES)."""
 
 from __future__ import annotations
 
