@@ -51,7 +51,7 @@ def run(method: str, **keys: object) -> Run:
 
 
 def chosen(method: str, given: Mapping[str, object]) -> Setup:
-    """What the user asks for. Later uses of the run need no word of trust."""
+    """Resolve the keys to a Setup and mark all that it names as trusted."""
     setup = resolve(method, given)
     with timed("import"):  # it asks for the kind of backbone, which takes torch
         trust.remember(setup)
@@ -186,7 +186,7 @@ class Run:
         return questions.read(self.folder)
 
     def resume(self) -> Run:
-        """Goes on where the run stopped."""
+        """Continue where the run stopped."""
         return resume([self])[0]
 
     def __repr__(self) -> str:
@@ -231,7 +231,7 @@ class Runs(Sequence[Run]):
         return with_notes(summarise(self.files, select, fair=fair), self.notes)
 
     def tables(self, select: Select = "last", fair: bool = False) -> dict[str, Table]:
-        """By data set and backbone, a table for each, as `table`."""
+        """A table as `table` makes it for each data set and backbone."""
         from fedvlm.report.blocks import tables
 
         return {name: with_notes(table, self.notes) for name, table in tables(self.files, select, fair).items()}
@@ -460,7 +460,7 @@ def federated(setup: Setup, folder: Path | None = None) -> Run:
 
 
 def resume(found: Sequence[Run]) -> Runs:
-    """Goes on with those that are not finished, from what their folders hold."""
+    """Continue those that are not finished, from what their folders hold."""
     from fedvlm.system import console
     from fedvlm.training.planning import Job
 

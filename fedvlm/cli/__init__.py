@@ -247,8 +247,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def shown(error: Exception) -> str:
-    """Its lines without control characters; all but the first are indented, so that no name in them passes for a message
-    of ours."""
+    """The error's lines without control characters; all but the first are indented, so that no name in them passes for
+    a message of ours."""
     return "\n  ".join(printable(line.strip()) for line in str(error).splitlines()[:20])
 
 

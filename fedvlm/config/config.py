@@ -1,4 +1,4 @@
-"""From `fedvlm run fedot data=… lr=…` to a setup. The dataclasses' fields are the keys; there is no second list.
+"""Turn `fedvlm run fedot data=… lr=…` into a setup. The dataclasses' fields are the keys.
 
 What counts, weakest first: a field's default · the paper's settings (the recipe) · settings for this backbone, chosen on
 validation (`settings=paper` leaves them out) · the user's own recipe · the command line.

@@ -15,8 +15,8 @@ Record = TypeVar("Record", bound=Mapping[str, object])
 
 
 def compact(names: list[str]) -> list[str]:
-    """Of more than MANY names, neighbours whose numbers follow each other (client-007, client-008, …) as one range; not
-    where a client's own name reads like a range, or more than MANY ranges were left."""
+    """Write more than MANY names as ranges: neighbours whose numbers follow each other (client-007, client-008, …)
+    become one. The names stay as they are where one of them reads like a range, or more than MANY ranges were left."""
     if len(names) <= MANY or any(map(RANGE.match, names)):
         return names
     found: list[str] = []
@@ -61,7 +61,8 @@ def counted(names: Iterable[str]) -> int:
 
 
 def _bounds(name: str) -> tuple[str, int, int, int]:
-    """Of a range: what stands before the numbers, their digits, the first and the last; the last is the first otherwise."""
+    """The parts of a range: what stands before the numbers, their digits, the first and the last; the last is the first
+    if it is no range."""
     match = RANGE.match(name)
     if not match or len(match[2]) != len(match[3]) or int(match[3]) < int(match[2]):
         return name, 0, 0, 0

@@ -55,7 +55,7 @@ class Plan:
     def of(cls, setup: Setup, federation: str, name: str, sites: list[str]) -> Plan:
         refuse_own(setup.parts)
         metrics = [p for home, p in setup.parts.items() if home.startswith("metric-")]
-        mine = ("federation", "data", "out", "jobs", "seeds")  # of the person who asks: nobody else's business
+        mine = ("federation", "data", "out", "jobs", "seeds")  # local to the submitter; not sent
         config = {k: v for k, v in setup.settings().items() if k not in mine}
         return cls(
             federation=federation,
@@ -149,7 +149,7 @@ def refuse_own(chosen: dict[str, PartRecord]) -> None:
 
 @cache
 def code_fingerprint() -> str:
-    """Of the installed package's own files."""
+    """A hash of the installed package's own files."""
     seen = hashlib.sha256()
     here = Path(fedvlm.__file__).parent
     for path in sorted(here.rglob("*.py")):

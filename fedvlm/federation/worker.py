@@ -158,7 +158,7 @@ class Client:
 
     @contextlib.contextmanager
     def only_process(self) -> Iterator[None]:
-        """Around every write of the private row."""
+        """Hold the lock that every write of the private row needs."""
         with FileLock(self.folder / ".lock", timeout=LOCK_SECONDS):
             if last_epoch(self.folder) != self.epoch:
                 raise FedvlmError("another process has taken over this client's folder")
@@ -199,7 +199,7 @@ class Client:
         raise ValueError(self.warning)
 
     def with_flags(self, done: Header, step: str, message: Message) -> Header:
-        """With what was done to an update before it leaves."""
+        """The header of an answer, with what was done to an update before it leaves."""
         privacy = self.method.privacy
         if step != "train" or privacy is None or privacy.level != "client":
             return done
@@ -253,7 +253,8 @@ class Client:
 
 
 def without_sizes(values: Params, schema: Schema, data: Data) -> Params:
-    """As if the client had one example of each split that has any: sums over examples become means, counts become 1."""
+    """The values as if the client had one example of each split that has any: sums over examples become means, counts
+    become 1."""
     counts = torch.from_numpy(np.diff(data.bounds, axis=1)).clamp(min=1).to(data.dtype)
     found: Params = {}
     for name, value in values.items():

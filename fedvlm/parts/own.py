@@ -38,7 +38,7 @@ class Code(NamedTuple):
 
     @property
     def seal(self) -> str:
-        """By which the user's word for this code is remembered: long enough that nobody finds two codes with the same."""
+        """SHA-256 of the code; trust is stored under it."""
         return hashlib.sha256(self._content).hexdigest()
 
     @property

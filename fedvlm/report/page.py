@@ -188,7 +188,7 @@ def look(runs: list[RunFolder], lines: list[Line], options: Options) -> Look:
 
 
 def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -> list[Drawn]:
-    """Of the first run of each method."""
+    """The confidence on outsiders in the first run of each method."""
     asked = [(x.label, folders[x.records[0].identity]) for x in lines if x.records[0].config.get("outsiders")]
     if not asked:
         return []
@@ -200,7 +200,7 @@ def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -
 
 
 def examples(methods: list[Method], folders: dict[str, RunFolder], trusted: bool) -> list[Shown]:
-    """Of the first run of each method that trains."""
+    """Example images of the first run of each method that trains."""
     from fedvlm.data.pool import Pools  # late: torch, and only --images needs it
     from fedvlm.report.examples import MOST_CLIENTS, MOST_IMAGES, PER_CLIENT, partner, shown, source_of
 

@@ -128,7 +128,7 @@ def in_papers(metrics: tuple[str, ...]) -> list[str]:
 
 
 def shared_novel(records: list[RunRecord], select: Select) -> Numbers:
-    """Of base-to-novel, the shared model's measures beside the personal models', where clients have their own."""
+    """The shared model's measures of base-to-novel beside the personal models', where clients have their own."""
     found = [r.finished.at(select).get("base_to_novel", {}) for r in records]
     views = [f.get("shared", {}) if f.get("shared") != f.get("personal") else {} for f in found]
     return {f"shared_{m}": percent(mean_if_complete([v.get(m) for v in views])) for m in NOVEL}
@@ -151,8 +151,9 @@ def further_metrics(groups: Groups, select: Select) -> list[str]:
 
 
 def further_values(records: list[RunRecord], metric: str, key: str, select: Select) -> Numbers:
-    """Of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled, the value of all
-    clients' examples together; in percent where the metric is a share; None where a run did not record it."""
+    """A further metric of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled,
+    the value of all clients' examples together; in percent where the metric is a share; None where a run did not record
+    it."""
     found = [r.finished.at(select).get("metrics", {}).get(metric, {}).get("personal", {}) for r in records]
     splits = {key: "test", f"{key}_pooled": "test_pooled"}
     shares = all(m.percent for r in records for m in r.metrics if m.name == metric)
@@ -299,7 +300,8 @@ def rule_keys(config: Settings) -> Settings:
 
 
 def differences(rows: dict[str, list[Settings]], free: Collection[str] = ()) -> list[str]:
-    """In what the rows of a table differ, in words: their rules by name, of each run one. `free`: keys that may differ."""
+    """The differences between the rows of a table, in words: their rules by name, of each run one. `free`: keys that
+    may differ."""
     found = []
     for key in dict.fromkeys(k for rules in rows.values() for one in rules for k in one if k not in free):
         values: dict[str, list[str]] = defaultdict(list)

@@ -72,7 +72,7 @@ def trains_nothing(setup: Setup) -> bool:
 
 
 def next_steps(runs: Runs) -> list[str]:
-    """Where the runs are, and a command each for a page, a table and predictions."""
+    """The place of the runs, and a command each for a page, a table and predictions."""
     root = runs[0].folder.parent
     others = len(find([str(root)])) > len({r.folder for r in runs})
     trained = [r for r in runs if r.record.method.name != FROZEN] or list(runs)

@@ -176,7 +176,7 @@ def tried(setups: list[Setup], pools: Pools) -> list[list[RunFolder]]:
 
 
 def score(runs: Sequence[RunFolder]) -> float:
-    """The criterion, mean over held-out targets; −∞ where a run failed or fell apart."""
+    """The criterion, mean over held-out targets; −∞ where a run failed or diverged."""
     found = [selection(run.record.finished.last) for run in runs]
     return float(np.mean(found)) if found and not any(map(math.isnan, found)) else -math.inf
 

@@ -52,7 +52,8 @@ def _main_hidden() -> Iterator[None]:
 
 
 def obey() -> None:
-    """In the child: Ctrl-C reaches all processes and is the parent's to act on; whoever kills the parent ends this, too."""
+    """Ignore Ctrl-C in a child, since it reaches all processes and is the parent's to act on, and end with the
+    parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

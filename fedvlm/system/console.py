@@ -81,7 +81,7 @@ def note(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """To standard error."""
+    """Print a warning to standard error."""
     err.print(printable(text), style="yellow")
 
 

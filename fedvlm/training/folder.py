@@ -149,7 +149,7 @@ class RunFolder:
             out.write(json.dumps(many.summarised(record)).encode() + b"\n")
 
     def save(self, state: State, round: int) -> None:
-        """After a whole round: the old state stands until the new one is complete."""
+        """Save the state after a whole round: the old state stands until the new one is complete."""
         from safetensors.torch import save
 
         from fedvlm.core.copies import left_out
@@ -206,7 +206,7 @@ class RunFolder:
         return self.record.identity
 
     def _checksum(self, tensors: dict[str, Tensor], round: int) -> str:
-        """Of a state and its round in this run."""
+        """The checksum of a state and its round in this run."""
         from torch import uint8
 
         seen = hashlib.sha256(f"{self._identity} {round}".encode())
@@ -238,7 +238,7 @@ class RunFolder:
                 files.sync(path)
 
     def write(self, name: str, data: bytes, sync: bool = False) -> None:
-        """As a whole or not at all; tensors may tell of examples, and nobody else may read them."""
+        """Write atomically; tensor files are readable by their owner only."""
         files.write(self.folder / name, data, private=name.endswith(".safetensors"), sync=sync, advice=ADVICE)
 
     def log(self, text: str) -> None:
@@ -291,7 +291,7 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers are computed by."""
+    """Versions of the packages that affect results."""
     known = {"fedvlm": fedvlm.__version__, "commit": _commit(), "python": platform.python_version()}
     return known | {name: version(name) for name in ("torch", "numpy")}
 

@@ -1,4 +1,4 @@
-"""Before anything runs: which single runs a setup stands for, where they go, and what a round will cost."""
+"""Plan runs: which single runs a setup stands for, where they go, and what a round will cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Job(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a round."""
+    """The estimated cost of one round."""
 
     asked: int  # clients
     down: float  # bytes
@@ -127,7 +127,7 @@ def check_partition_keys(setup: Setup, sketch: Pool) -> None:
 
 
 def place(setup: Setup, pool: Pool) -> Path:
-    """Where a run's folder goes when it has no name of its own."""
+    """The folder of a run that has no name of its own."""
     root = Path(setup.config.out) if setup.config.out else runs_home()
     return root / folder_name(setup, pool)
 

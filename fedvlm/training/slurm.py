@@ -131,7 +131,7 @@ class SlurmTask:
 
 
 def submit(commands: Sequence[list[str]], logs: Path, at_once: int, options: dict[str, Value]) -> Sequence[Task]:
-    """Has each command carried out somewhere, `at_once` at a time (0: as many as there is room for)."""
+    """Submit each command as a task, `at_once` at a time (0: as many as there is room for)."""
     import submitit
 
     cluster = str(options.pop("cluster", "slurm"))
