@@ -26,7 +26,7 @@ from fedvlm.system.table import Table
 from fedvlm.training.folder import RunFolder, find
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
-ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "domains", "evaluate")
+ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "domains", "evaluate_every")
 LEFT_OUT = ("shared", "private", "seconds")  # columns: counted in `fedvlm compare`, and seconds depend on the machine
 WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test", "personal_split": "test"}  # defaults
 HEAD = """# Results
@@ -113,7 +113,7 @@ def further_notes(runs: Sequence[RunFolder], title: str) -> str:
 
 def title_of(record: RunRecord) -> str:
     """Data, backbone and what of the protocol differs from the defaults; runs with the same title are comparable."""
-    alike = {k: record.config[k] for k in ALIKE if k in record.config and k != "evaluate"}
+    alike = {k: record.config[k] for k in ALIKE if k in record.config and k != "evaluate_every"}
     if record.config.get("partition") == "auto" and len(record.data.domains) > 1:
         alike = {k: v for k, v in alike.items() if k not in ("clients", "alpha")}  # a client for each domain
     usual = {"participation": 1.0, "corrupt": 0, "domains": 0, "select": "last", "split": [60.0, 20.0, 20.0], **WORDS}

@@ -318,7 +318,7 @@ class Description:
         lines.append("settings:")
         done: set[str] = set()
         for row in self.keys:
-            if row.key.name in done or row.key.name in ("out", "settings"):
+            if row.key.name in done or row.key.name in ("out", "values"):
                 continue
             done.add(row.key.name)
             comment = "; ".join(x for x in (row.origin and f"from {row.origin}", row.key.help) if x)

@@ -168,10 +168,10 @@ def markdown(docstring: str) -> str:
 
 def settings(name: str) -> list[str]:
     """Every key that does not have its default, as the paper has it and as tuned for mini-clip."""
-    paper, tuned = api.describe(name, settings="paper"), api.describe(name)
+    paper, tuned = api.describe(name, values="paper"), api.describe(name)
     rows = []
     for row, here in zip(paper.keys, tuned.keys, strict=True):
-        if (row.origin or here.origin) and row.key.name != "settings":
+        if (row.origin or here.origin) and row.key.name != "values":
             rows.append(
                 [f"`{row.key.name}`", row.home, f"`{shown(row.value)}`", f"`{shown(here.value)}`", row.key.help]
             )
@@ -265,7 +265,7 @@ def pitfalls(setup: Setup) -> list[str]:
         found.append("It has parameters by class: it cannot be scored on classes that nobody trained on.")
     tuned = [layer.origin for layer in recipe.load(setup.method.name).layers("mini-clip") if "tuned" in layer.origin]
     if tuned:
-        found.append("Its settings on mini-clip were tuned on validation; with CLIP give `settings=paper`, or a sweep.")
+        found.append("Its settings on mini-clip were tuned on validation; with CLIP give `values=paper`, or a sweep.")
     found += [b for page in ("methods.md", "pitfalls.md") for b in bullets(page) if names(setup, b)]
     return [f"- {line}" for line in found] or ["None known except the [general ones](../pitfalls.md)."]
 

@@ -1,7 +1,7 @@
 """Turn `fedvlm run fedot data=… lr=…` into a setup. The dataclasses' fields are the keys.
 
 What counts, weakest first: a field's default · the paper's settings (the recipe) · settings for this backbone, chosen on
-validation (`settings=paper` leaves them out) · the user's own recipe · the command line.
+validation (`values=paper` leaves them out) · the user's own recipe · the command line.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Config(Layout):
     corrupt: Annotated[int, Range(0, 75)] = 0  # corrupted copies per test image (15 kinds × 5 severities); records cacc
     metrics: tuple[str, ...] = ()  # further metrics to record: ece, macro_f1, or a file or module of your own
     broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and list them, or stop
-    settings: Literal["tuned", "paper"] = "tuned"  # paper: ignore settings that were tuned for the backbone
+    values: Literal["tuned", "paper"] = "tuned"  # paper: ignore settings that were tuned for the backbone
     protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = (
         "one"  # what is held out: what unseen= names, each domain in turn, or half of the classes
     )
@@ -146,7 +146,7 @@ class Config(Layout):
         60.0  # loopback: seconds that the others still have once a quorum has answered
     )
     personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
-    evaluate: Count = 1  # rounds between evaluations; the last round is always evaluated
+    evaluate_every: Count = 1  # rounds between evaluations; the last round is always evaluated
     threads: Annotated[int, Range(1, 1024)] = 1  # CPU threads for training; small steps do not get faster with more
     seed: Seed = 50  # seed of splits, partitions, initial values and batches; the same seed gives the same run
     seeds: tuple[Seed, ...] = ()  # several runs, one per seed
@@ -260,8 +260,8 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     asked_for, given = given, with_files_read(given)
     plan = recipe.load(method, on=str(given.get("on", "")))
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
-    asked = [layer.settings["settings"] for layer in plan.layers(backbone, tuned=False) if "settings" in layer.settings]
-    tuned = str(given.get("settings") or (asked or ["tuned"])[-1]) != "paper"
+    asked = [layer.settings["values"] for layer in plan.layers(backbone, tuned=False) if "values" in layer.settings]
+    tuned = str(given.get("values") or (asked or ["tuned"])[-1]) != "paper"
     names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
     keys: dict[str, list[Key]] = {"run": catalogue.load().run} | {a: catalogue.keys(a, n) for a, n in names.items()}
     layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]

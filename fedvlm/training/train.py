@@ -144,7 +144,7 @@ def play_rounds(
             spent = recorded(method.privacy, round)
             record |= {"epsilon": spent.epsilon, "delta": spent.delta}
             record |= {} if spent.local_epsilon is None else {"local_epsilon": spent.local_epsilon}
-        if round == last_round or round % config.evaluate == 0:
+        if round == last_round or round % config.evaluate_every == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
                 with timed("evaluate"):

@@ -115,8 +115,8 @@ def test_rank_and_layers_move_both_towers_unless_both_are_given():
 
     assert text(rank=8) == (8, 2) and text(layers=4) == (4, 4)
     assert text(rank=8, layers=4, text_rank=2, text_layers=0) == (2, 0)
-    assert resolve("feddtl", {"data": "emoji", "settings": "paper"}).adapter.layers == 3
-    assert text(settings="paper") == (4, 3)
+    assert resolve("feddtl", {"data": "emoji", "values": "paper"}).adapter.layers == 3
+    assert text(values="paper") == (4, 3)
 
 
 def test_sixteen_embeddings_of_each_class():

@@ -236,7 +236,7 @@ def pacs(tmp_path_factory) -> Path:
 
 def test_costs_runs_and_what_is_there(pacs, tmp_path, capsys):
     words = ["fedot", "1", f"data={pacs}", "methods=fedot,fedlt", "rounds=2", "seeds=1"]
-    words += ["settings=tuned", "jobs=1", f"out={tmp_path}"]
+    words += ["values=tuned", "jobs=1", f"out={tmp_path}"]
     assert reproduce.main([*words, "--dry"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"FEDOT \(Ours\) +4 of 4 +2 ", out) and "8 runs" in out and not list(tmp_path.iterdir())
@@ -413,9 +413,9 @@ def test_training_that_differs_is_the_methods_own_or_refused(tmp_path):
 def test_bench_refuses_methods_with_different_budgets(capsys):
     """On another backbone than mini-clip FedOT's own 200 rounds stand against FedAvg's 50."""
     with pytest.raises(FedvlmError, match=r"rounds 200 \(fedot\) and 50 \(fedavg\); run them alike"):
-        comparison.setups_of(["fedot", "fedavg", "zero-shot"], {"settings": "paper", "unseen": "noto"}, api.new_pools())
+        comparison.setups_of(["fedot", "fedavg", "zero-shot"], {"values": "paper", "unseen": "noto"}, api.new_pools())
     setups = comparison.setups_of(
-        ["fedot", "fedavg"], {"settings": "paper", "unseen": "noto", "rounds": 3}, api.new_pools()
+        ["fedot", "fedavg"], {"values": "paper", "unseen": "noto", "rounds": 3}, api.new_pools()
     )
     assert [s.config.rounds for s in setups] == [0, 3, 3]  # zero-shot comes first
 
