@@ -394,11 +394,11 @@ def encode(setup: Setup, pools: Pools) -> Pool:
 def plan(setups: list[Setup], pools: Pools) -> list[Job]:
     """Every single run of these setups, with its folder; says what of private data would leave a client."""
     from fedvlm.system import console
-    from fedvlm.training.planning import jobs_of, sketch
+    from fedvlm.training.planning import checked_outline, jobs_of
 
     check_parts(setups)
     for setup in setups:
-        sketch(setup, pools)
+        checked_outline(setup, pools)
     encoded = [encode(s, pools) for s in setups]
     for setup in setups:
         if setup.merge.reveals:

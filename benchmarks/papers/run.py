@@ -18,8 +18,8 @@ from fedvlm.errors import FedvlmError, nearest
 from fedvlm.parts import AXES
 from fedvlm.predict import questions
 from fedvlm.report.tables import DASH, check_one_rule, rule, rule_keys, scored_on
+from fedvlm.system.formatting import counted
 from fedvlm.system.table import Table, Value
-from fedvlm.system.units import counted
 from fedvlm.training import planning, train
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planning import Job, place, single_runs

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 from fedvlm import parts
 from fedvlm.config import catalogue, recipe
+from fedvlm.config.key_files import with_files_read
 from fedvlm.config.keys import Key, unknown
-from fedvlm.config.listed import with_files_read
 from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Range, Share, Whole
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -168,7 +168,7 @@ class Setup:
     parts: dict[str, PartRecord]  # adapter, local, merge, engine, and metric-NAME for each of metrics=
     given: Settings = field(default_factory=dict)  # what the user asked for
     origins: dict[str, str] = field(default_factory=dict)  # home.key → where its value comes from; absent: the default
-    codes: dict[str, own.Code] = field(default_factory=dict)  # of parts that are the user's own
+    codes: dict[str, user_code.Code] = field(default_factory=dict)  # of parts that are the user's own
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -231,7 +231,7 @@ class Setup:
         except FedvlmError as error:
             raise FedvlmError(f"{folder / 'run.json'}: {error}") from None
         config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
-        codes = {h: own.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
+        codes = {h: user_code.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
         return cls(record.method, config, homes, record.given, {}, codes)
 
 
@@ -289,11 +289,11 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
                 origins[f"{home}.{name}"] = origin
     complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
-    codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
+    codes = {a: user_code.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
     homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
     for spec, home in metrics.items():
         if _is_users("metric", spec):
-            codes[home] = own.read(f"metric={spec}", spec)
+            codes[home] = user_code.read(f"metric={spec}", spec)
         homes_[home] = part_record("metric", home.removeprefix("metric-"), complete[home], codes.get(home))
     homes_["engine"] = _engine(config.engine, codes)
     about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
@@ -307,7 +307,7 @@ def keys_of_method(method: str, given: Mapping[str, object]) -> dict[str, list[K
     return {"run": catalogue.load().run} | {axis: catalogue.keys(axis, name) for axis, name in names.items()}
 
 
-def part_record(kind: str, name: str, settings: Settings, code: own.Code | None) -> PartRecord:
+def part_record(kind: str, name: str, settings: Settings, code: user_code.Code | None) -> PartRecord:
     if code:
         return PartRecord(name, settings, code.entry, code.digest)
     return PartRecord(name, settings, digest=parts.installed_version(kind, name))
@@ -325,7 +325,7 @@ def check_settings(kind: str, part: PartRecord) -> None:
 
 
 def _is_users(kind: str, name: str) -> bool:
-    return own.is_own(name) and name not in parts.names(kind)
+    return user_code.is_own(name) and name not in parts.names(kind)
 
 
 def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
@@ -345,9 +345,9 @@ def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
     return found
 
 
-def _engine(name: str, codes: dict[str, own.Code]) -> PartRecord:
+def _engine(name: str, codes: dict[str, user_code.Code]) -> PartRecord:
     if _is_users("engine", name):
-        codes["engine"] = own.read(f"engine={name}", name)
+        codes["engine"] = user_code.read(f"engine={name}", name)
     elif name != "auto" and name not in parts.names("engine"):
         parts.find("engine", name)  # says what there is
     return part_record("engine", "stacked" if name == "auto" else name, {}, codes.get("engine"))

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypedDict, TypeVar, cast
 
-from fedvlm.core.many import compact, expanded, summarised
+from fedvlm.core.client_names import compact, expanded, summarised
 from fedvlm.errors import FedvlmError
 
 FORMAT = 2  # of run.json; 1 had no number and did not hold the code of users' own parts
@@ -45,7 +45,7 @@ class RoundRecord(TypedDict, total=False):
     seconds: float
     void: str  # why the round changed nothing
     unscored: str  # why the round has no scores
-    missing: list[str]  # clients that are not in the scores; of more than 1,000, ranges (many.py)
+    missing: list[str]  # clients that are not in the scores; of more than 1,000, ranges (client_names.py)
     offences: dict[str, str]  # clients whose answers were refused, and why
     quarantined: list[str]  # clients that are no longer asked, after offences in three rounds
     late: list[str]  # clients that did not answer in time

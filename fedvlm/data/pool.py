@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from fedvlm import backbones, parts
 from fedvlm.backbones.base import RAW, Backbone, SafeInThreads, in_precision, offered, tower_of, view_format
 from fedvlm.config.config import OPEN, Config, Setup
+from fedvlm.config.key_files import templates_of
 from fedvlm.config.layouts import check_adapter, notes_on
-from fedvlm.config.listed import templates_of
 from fedvlm.core.adapter import Adapter, NeedsNouns, Task
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType

@@ -32,7 +32,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.privacy.mechanism import Privacy
 from fedvlm.rounds.method import Method
 from fedvlm.system import files
-from fedvlm.system.children import Child, obey
+from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import VISIBLE, visible
 
 OUTPUTS = "outputs"  # a request beside the steps

@@ -38,7 +38,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
 from fedvlm.federation.wire import OUTPUTS, SECURE, Channel, Header, octets, pack, receive, send, to_message, unpack
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 from fedvlm.privacy.mechanism import Privacy, secret_of
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps import STEPS
@@ -130,7 +130,7 @@ class Client:
         torch.set_num_threads(max(1, about.threads))
         public, mine = load_file(folder / "public.safetensors"), load_file(folder / "data.safetensors")
         records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
-        codes = {home: own.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
+        codes = {home: user_code.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
         setup = Setup(MethodRecord("client"), Config(), records, codes=codes)
         needed = setup.adapter.requires
         tower = tower_of(backbones.load(about.backbone), needed) if needed else None

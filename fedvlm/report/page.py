@@ -40,8 +40,8 @@ from fedvlm.report.tables import (
     summarise,
 )
 from fedvlm.system import files
+from fedvlm.system.formatting import size
 from fedvlm.system.table import Table
-from fedvlm.system.units import size
 from fedvlm.training.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, V
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.report.gains import best
+from fedvlm.system.formatting import counted
 from fedvlm.system.table import SeedScores, Table
-from fedvlm.system.units import counted
 from fedvlm.training.folder import RunFolder
 
 METRICS = ("G", "S", "P", "C")

@@ -13,7 +13,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.report.tables import FROZEN, check_one_rule, rule_keys
 from fedvlm.system.interrupts import shell_line
 from fedvlm.training.folder import find
-from fedvlm.training.planning import LEAVE_ONE_OUT, sketch
+from fedvlm.training.planning import LEAVE_ONE_OUT, checked_outline
 
 if TYPE_CHECKING:
     from fedvlm.data.pool import Pool, Pools
@@ -51,7 +51,7 @@ def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) 
         )
     check_one_rule({s.method.label: [rule_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
     check_parts(setups)
-    pool = sketch(setups[0], pools)  # refuses what it can before anything is encoded
+    pool = checked_outline(setups[0], pools)  # refuses what it can before anything is encoded
     if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
         setups = [chosen(m, given | {"protocol": LEAVE_ONE_OUT}) for m in methods]
     return frozen(setups, pool) + setups

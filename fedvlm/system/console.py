@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fedvlm.system.formatting import duration
 from fedvlm.system.names import printable
 from fedvlm.system.table import Table
-from fedvlm.system.units import duration
 
 WIDE = 240  # columns where the output is no terminal, so that nothing is cut
 EVERY = 5.0  # seconds between two lines of progress where the output is no terminal

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 import fedvlm
 from fedvlm.config import recipe, trust
 from fedvlm.config.config import Setup, binding
-from fedvlm.core import many
+from fedvlm.core import client_names
 from fedvlm.core.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord, read_text
 from fedvlm.errors import FedvlmError
 from fedvlm.system import files
@@ -146,7 +146,7 @@ class RunFolder:
 
     def append(self, record: RoundRecord) -> None:
         with files.writing(self.folder, ADVICE), (self.folder / "rounds.jsonl").open("ab") as out:
-            out.write(json.dumps(many.summarised(record)).encode() + b"\n")
+            out.write(json.dumps(client_names.summarised(record)).encode() + b"\n")
 
     def save(self, state: State, round: int) -> None:
         """Save the state after a whole round: the old state stands until the new one is complete."""
@@ -224,7 +224,7 @@ class RunFolder:
             raise FedvlmError(
                 f"{path} has no record of round {min(missing)}, and {STATE} is of round {round}; {RESTORE}"
             )
-        self.write("rounds.jsonl", "".join(json.dumps(many.summarised(r)) + "\n" for r in kept).encode())
+        self.write("rounds.jsonl", "".join(json.dumps(client_names.summarised(r)) + "\n" for r in kept).encode())
 
     def finish(self, result: Result) -> None:
         self._sync(STATE, "outputs.safetensors")
@@ -285,7 +285,7 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
         homes={
             name: home
             for name, home in zip(federation.names, federation.domains, strict=True)
-            if len(federation.names) <= many.MANY or name != home
+            if len(federation.names) <= client_names.MANY or name != home
         },
     )
 

@@ -20,7 +20,7 @@ from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import device_of
 from fedvlm.errors import FedvlmError
-from fedvlm.system.children import Child, obey
+from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
 from fedvlm.system.interrupts import stoppable
 from fedvlm.system.machine import cores

@@ -14,8 +14,8 @@ from safetensors.torch import save
 
 from fedvlm.config.config import Setup
 from fedvlm.core.adapter import HasDiagnostics
+from fedvlm.core.client_names import counted
 from fedvlm.core.cohort import Carrier, Cohort
-from fedvlm.core.many import counted
 from fedvlm.core.records import UPDATE, Result, RoundRecord
 from fedvlm.core.state import Message, Note, Params, State, is_running_statistic
 from fedvlm.data.clients import Federation, federate

@@ -17,9 +17,9 @@ from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
 from fedvlm.predict import predictor
 from fedvlm.system import console
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import RESERVED, file_name, printable
 from fedvlm.system.table import Table
-from fedvlm.system.units import counted
 from fedvlm.training.folder import RunFolder
 
 HOSTILE = [

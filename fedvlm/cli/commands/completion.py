@@ -8,7 +8,7 @@ from fedvlm import parts
 from fedvlm.config import catalogue, recipe
 from fedvlm.config.keys import Key
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 from fedvlm.system.machine import runs_home
 
 BASH = """_fedvlm() {
@@ -79,7 +79,9 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
     try:
         chosen = recipe.load(named[0], given.get("on", ""))
         for axis in parts.AXES:
-            if axis in given or not own.is_own(getattr(chosen, axis)):  # a recipe's code does not run on pressing a key
+            if axis in given or not user_code.is_own(
+                getattr(chosen, axis)
+            ):  # a recipe's code does not run on pressing a key
                 found += catalogue.keys(axis, given.get(axis, getattr(chosen, axis)))
     except FedvlmError:
         pass  # an unfinished name: the run's own keys still fit

@@ -7,7 +7,7 @@ import argparse
 from fedvlm.cli.doctor import examine
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console
-from fedvlm.system.units import counted
+from fedvlm.system.formatting import counted
 
 STYLES = {"ok": "green", "note": "yellow", "broken": "red"}
 

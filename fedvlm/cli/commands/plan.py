@@ -9,7 +9,7 @@ from fedvlm.data.clients import Federation, partition_of, table
 from fedvlm.data.sample import Sampled
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
-from fedvlm.system.units import counted, duration, size
+from fedvlm.system.formatting import counted, duration, size
 from fedvlm.training import planning, train
 from fedvlm.training.privacy_plan import recorded
 

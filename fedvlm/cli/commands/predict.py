@@ -12,8 +12,8 @@ from fedvlm.data.source import IMAGES
 from fedvlm.errors import FedvlmError
 from fedvlm.predict.predictor import Predictor
 from fedvlm.system import console, files
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import file_name
-from fedvlm.system.units import counted
 
 BATCH = 64
 

@@ -10,7 +10,7 @@ from fedvlm import api
 from fedvlm.config import recipe
 from fedvlm.config.config import key_values
 from fedvlm.system import console
-from fedvlm.system.units import counted, duration
+from fedvlm.system.formatting import counted, duration
 
 SHORTEST = 0.05  # seconds of a phase that is shown
 SCORES = ("G", "S", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")

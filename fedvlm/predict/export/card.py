@@ -10,8 +10,8 @@ from fedvlm import backbones
 from fedvlm.core.records import ExportRecord, RunRecord
 from fedvlm.predict import questions
 from fedvlm.predict.predictor import far_below
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import printable
-from fedvlm.system.units import counted
 from fedvlm.training.folder import RunFolder
 
 VIEWS = {

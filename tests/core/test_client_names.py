@@ -14,8 +14,8 @@ from helpers import build, close, message, random_data, random_task
 from PIL import Image
 
 from fedvlm.backbones.base import ViewFormat
+from fedvlm.core.client_names import MANY, compact, counted, expanded, summarised
 from fedvlm.core.data import Data, stretches
-from fedvlm.core.many import MANY, compact, counted, expanded, summarised
 from fedvlm.core.seeds import numpy_generator
 from fedvlm.data import ahead, store
 from fedvlm.data.columns import NumberedItems, Words, column
