@@ -283,14 +283,6 @@ def test_every_part_of_a_recipe_has_its_equation():
     }  # they choose among what is there
 
 
-def test_the_drawing_has_every_folder():
-    drawn = (ROOT / "docs" / "house.svg").read_text(encoding="utf-8")
-    for folder in (p for p in (ROOT / "fedvlm").iterdir() if p.is_dir() and p.name != "__pycache__"):
-        assert f"{folder.name}/" in drawn, folder.name
-    for name in re.findall(r"(\w+\.py)", drawn):
-        assert (ROOT / "fedvlm" / name).is_file(), name
-
-
 def test_the_site_builds(tmp_path, monkeypatch):
     """As `mkdocs build --strict` does: a warning is an error. Nothing in it is loaded from elsewhere."""
     pytest.importorskip("material", reason='needs pip install -e ".[docs]"')
