@@ -243,7 +243,7 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
 
     @torch.no_grad()
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """Its only further view: raw."""
+        """Encode images in the one further view, raw."""
         pixels = self.pixels(images)
         with fast_linear(pixels):
             found: Tensor = self.model.image(pixels).cpu()
@@ -256,7 +256,7 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
 
 
 class BertPair(OpenClipPair):
-    """With BERT as the text tower, which is not CLIP's: embeddings only."""
+    """A pair of towers with BERT for texts, which is not CLIP's text tower: it gives embeddings only."""
 
     towers: ClassVar[tuple[str, ...]] = ()
 

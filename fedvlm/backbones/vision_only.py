@@ -68,7 +68,7 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
 
     @torch.no_grad()
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """Its only further view: raw."""
+        """Encode images in the one further view, raw."""
         pixels = self.pixels(images)
         with fast_linear(pixels):
             output = self.model(pixel_values=pixels)

@@ -212,7 +212,6 @@ if __name__ == "__main__":
 
     made = catalogue.make(current_digest())
     SHIPPED.write_text(made.to_json() + "\n", encoding="utf-8")
-    recipe.write_published()
     if reference.PAGE.parent.is_dir():
         reference.PAGE.write_text(reference.page(made), encoding="utf-8")
-    print(f"wrote {SHIPPED.name}, {recipe.PUBLISHED.name} and {reference.PAGE.name}")
+    print(f"wrote {SHIPPED.name} and {reference.PAGE.name}")

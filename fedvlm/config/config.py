@@ -1,8 +1,8 @@
-"""From `fedvlm run fedot data=… lr=…` to a setup. The dataclasses' fields are the keys. Each says beside
-it what it is like (the traits of `core/ranges.py`); no other list classifies keys.
+"""Turn `fedvlm run fedot data=… lr=…` into a setup. The dataclasses' fields are the keys; each says beside it what it is
+like (the traits of `core/ranges.py`), and no other list classifies keys.
 
 What counts, weakest first: a field's default · the paper's settings (the recipe) · settings for this backbone, chosen on
-validation (`settings=paper` leaves them out) · the user's own recipe · the command line.
+validation (`values=paper` leaves them out) · the user's own recipe · the command line.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from fedvlm import parts
-from fedvlm.config import catalogue, recipe, words
-from fedvlm.config.keys import RENAMED, Key, unknown
-from fedvlm.config.listed import with_files_read
+from fedvlm.config import catalogue, recipe
+from fedvlm.config.key_files import with_files_read
+from fedvlm.config.keys import Key, unknown
 from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Purpose, Range, Share, Trait, Whole, default
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -125,7 +125,7 @@ class TrainingKeys:
 
     purpose: ClassVar[Purpose] = "training"
 
-    settings: Literal["tuned", "paper"] = default("tuned", "free")  # paper: ignore settings tuned for the backbone
+    values: Literal["tuned", "paper"] = default("tuned", "free")  # paper: ignore settings tuned for the backbone
     rounds: Whole = 50  # number of communication rounds; 0: no training
     participation: PositiveShare = 1.0  # share of clients that are asked per round
     sampling: Literal["fixed", "poisson"] = (
@@ -136,7 +136,7 @@ class TrainingKeys:
     bound: NotNegative = default(
         5.0, "tuned"
     )  # updates longer than this multiple of the round's median are scaled down to it; 0: never
-    evaluate: Count = default(1, "selection")  # rounds between evaluations; the last round is always evaluated
+    evaluate_every: Count = default(1, "selection")  # rounds between evaluations; the last round is always evaluated
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class EngineKeys:
 
 @dataclass(frozen=True)
 class OutputKeys:
-    """Where runs are computed and recorded, which changes none of their numbers."""
+    """The places where runs are computed and recorded, which change none of their numbers."""
 
     purpose: ClassVar[Purpose] = "output"
     traits: ClassVar[tuple[Trait, ...]] = ("unbound",)
@@ -206,7 +206,7 @@ class OutputKeys:
     jobs: Whole = default(
         0, "asker"
     )  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
-    launcher: Literal["none", "slurm", "ray"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
+    launcher: Literal["none", "slurm"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
     launch: tuple[str, ...] = ()  # launcher: resources of a job, NAME:VALUE each, such as gpus_per_node:1
     log: tuple[
         Literal["tensorboard", "wandb", "mlflow"], ...
@@ -223,7 +223,7 @@ class Config(OutputKeys, EngineKeys, SecureKeys, PrivacyKeys, TrainingKeys, Eval
     """What a run is, beside its method's three parts."""
 
     def changed(self, keys: Iterable[str]) -> list[str]:
-        """Those of these keys that do not have their defaults."""
+        """Which of these keys do not have their defaults."""
         return [key for key in keys if getattr(self, key) != getattr(Config(), key)]
 
 
@@ -236,7 +236,7 @@ class Setup:
     parts: dict[str, PartRecord]  # adapter, local, merge, engine, and metric-NAME for each of metrics=
     given: Settings = field(default_factory=dict)  # what the user asked for
     origins: dict[str, str] = field(default_factory=dict)  # home.key → where its value comes from; absent: the default
-    codes: dict[str, own.Code] = field(default_factory=dict)  # of parts that are the user's own
+    codes: dict[str, user_code.Code] = field(default_factory=dict)  # of parts that are the user's own
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -303,7 +303,7 @@ class Setup:
         except FedvlmError as error:
             raise FedvlmError(f"{folder / 'run.json'}: {error}") from None
         config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
-        codes = {h: own.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
+        codes = {h: user_code.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
         return cls(record.method, config, homes, record.given, {}, codes)
 
 
@@ -331,8 +331,8 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     asked_for, given = given, with_files_read(given)
     plan = recipe.load(method, on=str(given.get("on", "")))
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
-    asked = [layer.settings["settings"] for layer in plan.layers(backbone, tuned=False) if "settings" in layer.settings]
-    tuned = str(given.get("settings") or (asked or ["tuned"])[-1]) != "paper"
+    asked = [layer.settings["values"] for layer in plan.layers(backbone, tuned=False) if "values" in layer.settings]
+    tuned = str(given.get("values") or (asked or ["tuned"])[-1]) != "paper"
     names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
     keys: dict[str, list[Key]] = {"run": catalogue.load().run} | {a: catalogue.keys(a, n) for a, n in names.items()}
     layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
@@ -360,11 +360,11 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
                 origins[f"{home}.{name}"] = origin
     complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
-    codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
+    codes = {a: user_code.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
     homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
     for spec, home in metrics.items():
         if _is_users("metric", spec):
-            codes[home] = own.read(f"metric={spec}", spec)
+            codes[home] = user_code.read(f"metric={spec}", spec)
         homes_[home] = part_record("metric", home.removeprefix("metric-"), complete[home], codes.get(home))
     homes_["engine"] = _engine(config.engine, codes)
     about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
@@ -378,7 +378,7 @@ def keys_of_method(method: str, given: Mapping[str, object]) -> dict[str, list[K
     return {"run": catalogue.load().run} | {axis: catalogue.keys(axis, name) for axis, name in names.items()}
 
 
-def part_record(kind: str, name: str, settings: Settings, code: own.Code | None) -> PartRecord:
+def part_record(kind: str, name: str, settings: Settings, code: user_code.Code | None) -> PartRecord:
     if code:
         return PartRecord(name, settings, code.entry, code.digest)
     return PartRecord(name, settings, digest=parts.installed_version(kind, name))
@@ -396,7 +396,7 @@ def check_settings(kind: str, part: PartRecord) -> None:
 
 
 def _is_users(kind: str, name: str) -> bool:
-    return own.is_own(name) and name not in parts.names(kind)
+    return user_code.is_own(name) and name not in parts.names(kind)
 
 
 def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
@@ -416,9 +416,9 @@ def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
     return found
 
 
-def _engine(name: str, codes: dict[str, own.Code]) -> PartRecord:
+def _engine(name: str, codes: dict[str, user_code.Code]) -> PartRecord:
     if _is_users("engine", name):
-        codes["engine"] = own.read(f"engine={name}", name)
+        codes["engine"] = user_code.read(f"engine={name}", name)
     elif name != "auto" and name not in parts.names("engine"):
         parts.find("engine", name)  # says what there is
     return part_record("engine", "stacked" if name == "auto" else name, {}, codes.get("engine"))
@@ -446,15 +446,11 @@ def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str)
 
 def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
     """An error that says which other part has this key, where one has."""
-    if RENAMED.get(key.rpartition(".")[2]) in _all_names(keys):
-        return unknown(key, _all_names(keys), where)
-    for meant in dict.fromkeys((key, words.key(key))):
-        for axis in parts.AXES if meant not in _all_names(keys) else ():
-            for other, info in catalogue.load().parts[axis].items():
-                if any(k.name == meant for k in info.keys):
-                    called = "" if meant == key else f" ({meant}=)"
-                    reason = f"{axis}={names[axis]} has none{called}, {axis}={other} has"
-                    return FedvlmError(f"{where}{key}= is not a key here: {reason}")
+    for axis in parts.AXES:
+        for other, info in catalogue.load().parts[axis].items():
+            if any(k.name == key for k in info.keys):
+                reason = f"{axis}={names[axis]} has none, {axis}={other} has"
+                return FedvlmError(f"{where}{key}= is not a key here: {reason}")
     return unknown(key, _all_names(keys), where)
 
 

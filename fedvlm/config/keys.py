@@ -14,35 +14,11 @@ import typing
 from collections.abc import Collection
 from typing import Annotated, Literal, NamedTuple, SupportsFloat, SupportsIndex, cast
 
-from fedvlm.config import words
 from fedvlm.core.ranges import Purpose, Range, Trait
 from fedvlm.core.records import Select, Value
 from fedvlm.errors import FedvlmError, nearest
 
 Scalar = int | float | str | bool | None
-RENAMED = {
-    "wander": "noise",
-    "relative": "relative_noise",
-    "tie": "kl_weight",
-    "explore": "ascent_steps",
-    "hold_outsiders": "outsider_penalty",
-    "hold": "penalty",
-    "evenness": "temperature",
-    "sparse": "l1",
-    "calm_rounds": "patience",
-    "calm": "tolerance",
-    "steady": "retain",
-    "relax": "relaxation",
-    "seemly": "class_like",
-    "reach": "step_size",
-    "pace": "weight_lr",
-    "blur": "upload_noise",
-    "groups": "upload_groups",
-    "upload": "upload_share",
-    "wholes": "global_prompts",
-    "details": "local_prompts",
-    "nearest": "patches",
-}  # keys of 0.1 and what they are called now
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -88,11 +64,7 @@ class Key(NamedTuple):
         if self.choices:
             found = [c for c in self.choices if str(c) == str(value)]
             if not found:
-                meant = words.value(self.name, str(value))
-                known = (
-                    f"did you mean {meant}?" if meant in self.choices else nearest(str(value), map(str, self.choices))
-                )
-                raise FedvlmError(f"{name}={value}: {known}")
+                raise FedvlmError(f"{name}={value}: {nearest(str(value), map(str, self.choices))}")
             return found[0]
         if self.type == "bool":
             if str(value).lower() not in WORDS:
@@ -200,11 +172,4 @@ def comments_by_line(source: str) -> dict[int, str]:
 
 
 def unknown(key: str, known: Collection[str], where: str = "") -> FedvlmError:
-    name = key.rpartition(".")[2]
-    if RENAMED.get(name) in known:
-        return FedvlmError(f"{where}{key}= is not a key here: it is now called {RENAMED[name]}=")
-    if words.key(name) != name and words.key(name) in known:
-        return FedvlmError(f"{where}{key}= is not a key here; use {words.key(name)}=")
-    if name in words.METHOD:
-        return FedvlmError(f"{where}{key}= is not a key here; name the method without it, as in `fedvlm run fedot`")
     return FedvlmError(f"{where}{key}= is not a key here; {nearest(key, known)}")

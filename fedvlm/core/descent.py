@@ -54,7 +54,7 @@ def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients:
 def optimise_in_turns(
     settings: OptimiserSettings, groups: Sequence[tuple[Params, Gradients]], data: Data, updates: int = 1
 ) -> Tensor:
-    """As `optimise`, with a group of parameters a batch, one group after the other."""
+    """Train like `optimise`, with a group of parameters a batch, one group after the other."""
     total = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
     steps = np.ceil(data.counts("train") / settings.batch) * settings.epochs
     turns = [(params, gradients, Optimiser(settings, params)) for params, gradients in groups if params]

@@ -171,7 +171,7 @@ def _base_and_novel(pool: Pool, y: np.ndarray, part: np.ndarray) -> dict[str, Ex
 
 
 def _pooled(federation: Federation) -> Federation:
-    """With one more client, which holds the training rows of all that could train."""
+    """Add a client that holds the training rows of all that could train."""
     d = federation.data
     rows = torch.cat([torch.arange(*d.bounds[i, :2].tolist()) for i in federation.seen])
     end = len(d.x) + len(rows)

@@ -38,7 +38,7 @@ Encode = Callable[[Images], np.ndarray]
 
 
 class Rows(Protocol):
-    """Where rows are stored: `store.View`."""
+    """A place that rows are stored in: `store.View`."""
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None: ...
 
@@ -66,7 +66,7 @@ def pace_of(backbone: Backbone) -> Pace:
 
 @contextmanager
 def encoder_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
-    """So many threads, each of which computes on one core; None for 0."""
+    """Start so many threads, each of which computes on one core; None for 0."""
     if not count:
         yield None
         return

@@ -16,8 +16,8 @@ from fedvlm import backbones, parts
 from fedvlm.backbones.base import RAW, Backbone, SafeInThreads, in_precision, offered, tower_of, view_format
 from fedvlm.config import catalogue
 from fedvlm.config.config import OPEN, Config, Setup
+from fedvlm.config.key_files import templates_of
 from fedvlm.config.layouts import check_adapter, notes_on
-from fedvlm.config.listed import templates_of
 from fedvlm.core.adapter import Adapter, NeedsNouns, Task
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType
@@ -268,7 +268,7 @@ def check_embeddings(setup: Setup, pool: Pool) -> Pool:
 
 
 def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) -> Pool:
-    """With images of no class, to be detected."""
+    """Add images of no class, to be detected."""
     x, keys, skipped = features(source, backbone, "skip", None, view)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
     if not good:
@@ -280,7 +280,7 @@ def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) ->
 
 
 def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, progress: Progress | None) -> Pool:
-    """With names far from every class, chosen among so many candidates; 0 is all."""
+    """Add names far from every class, chosen among so many candidates; 0 is all."""
     known = nouns()
     if candidates < 0:
         raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
@@ -307,7 +307,7 @@ def _encode_names(tower: TextTower, template: str, names: list[str]) -> Tensor:
 
 
 def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:
-    """With so many corrupted versions of each image."""
+    """Add so many corrupted versions of each image."""
     if not 1 <= versions <= 75:
         raise FedvlmError(f"corrupt={versions}: there are 15 corruptions × 5 severities, so between 1 and 75")
     found = [features(pool.source, backbone, "refuse", progress, view, v)[0] for v in range(versions)]
@@ -317,7 +317,7 @@ def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, p
 
 
 def with_novel_classes(pool: Pool) -> Pool:
-    """With the second half of the classes, as they are listed, kept from everybody; of 101, 50 are trained on (FedDTL's
+    """Keep the second half of the classes, as they are listed, from everybody; of 101, 50 are trained on (FedDTL's
     counts)."""
     whole = pool.task
     half = len(whole.classes) // 2

@@ -163,7 +163,7 @@ class View:
         return None if found is None else np.asarray(found[1]["row"])
 
     def get_other(self, key: bytes) -> np.ndarray | None:
-        """As `get`, and None where the row is of the last `put`: who computed it need not read it."""
+        """The row, like `get`, but None where it is of the last `put`: who computed it need not read it."""
         place = self.index.oldest(key)
         return None if place is None or place[0] == self.written else self.get(key)
 
@@ -351,7 +351,7 @@ def features(
 
 
 def content_key(data: bytes) -> bytes:
-    """Of an image's bytes, and of whether it is turned: earlier versions stored such images as they lay."""
+    """The key of an image: a hash of its bytes, and of whether EXIF turns it."""
     return digest(data + b" upright") if is_turned(data) else digest(data)
 
 
@@ -411,8 +411,8 @@ def text_embeddings_by(
     key_prefix: str = "",
     progress: Progress | None = None,
 ) -> Tensor | None:
-    """As `text_embeddings`, with a custom encoder. `key_prefix` must name that encoder: its rows are then stored apart
-    from those of `backbone.texts`, from which they may differ in their last bits."""
+    """Embed texts like `text_embeddings`, with a custom encoder. `key_prefix` must name that encoder: its rows are then
+    stored apart from those of `backbone.texts`, from which they may differ in their last bits."""
     stored = open_view(backbone, "text")
     keys = {p: digest((key_prefix + p).encode()) for p in phrases}
     found = {p: row for p, key in keys.items() if (row := stored.get(key)) is not None}

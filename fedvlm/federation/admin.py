@@ -87,7 +87,7 @@ def refuse(setup: Setup) -> None:
 
 
 def sites_of(folder: Path | None, setup: Setup) -> list[str]:
-    """Those with which the run in this folder began: others may have come or gone since."""
+    """The sites with which the run in this folder began: others may have come or gone since."""
     if folder is None or not (folder / "run.json").exists():
         return []
     found = RunFolder(folder).record

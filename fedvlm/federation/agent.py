@@ -143,7 +143,7 @@ class Agent:
         return Hello(fedvlm.__version__, code_fingerprint(), mark, list(source.classes), source.task_type.description)
 
     def plan(self) -> Plan:
-        """As it was told with look."""
+        """The plan that was received in `look`."""
         return build(Plan, parsed(read_text(self.folder / "plan.json")))
 
     def check(self, setup: Setup) -> None:
@@ -220,7 +220,7 @@ class Agent:
         files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}")
 
     def mark(self, pool: Pool) -> str:
-        """Of the site's data: nobody who has the same images can recognise it."""
+        """A keyed hash of the site's data, which nobody who has the same images can recognise."""
         return hashlib.sha256(secret(self.home, "mark") + pool.fingerprint.encode()).hexdigest()[:16]
 
 

@@ -150,7 +150,7 @@ def refuse_own(chosen: dict[str, PartRecord]) -> None:
 
 @cache
 def code_fingerprint() -> str:
-    """Of the installed package's own files."""
+    """A hash of the installed package's own files."""
     seen = hashlib.sha256()
     here = Path(fedvlm.__file__).parent
     for path in sorted(here.rglob("*.py")):

@@ -15,6 +15,7 @@ from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, V
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.report.gains import best
+from fedvlm.system.formatting import counted
 from fedvlm.system.table import SeedScores, Table
 from fedvlm.training.folder import RunFolder
 
@@ -125,7 +126,7 @@ def in_papers(metrics: tuple[str, ...]) -> list[str]:
 
 
 def shared_novel(records: list[RunRecord], select: Select) -> Numbers:
-    """Of base-to-novel, the shared model's measures beside the personal models', where clients have their own."""
+    """The shared model's measures of base-to-novel beside the personal models', where clients have their own."""
     found = [r.finished.at(select).get("base_to_novel", {}) for r in records]
     views = [f.get("shared", {}) if f.get("shared") != f.get("personal") else {} for f in found]
     return {f"shared_{m}": percent(mean_if_complete([v.get(m) for v in views])) for m in NOVEL}
@@ -148,8 +149,9 @@ def further_metrics(groups: Groups, select: Select) -> list[str]:
 
 
 def further_values(records: list[RunRecord], metric: str, key: str, select: Select) -> Numbers:
-    """Of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled, the value of all
-    clients' examples together; in percent where the metric is a share; None where a run did not record it."""
+    """A further metric of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled,
+    the value of all clients' examples together; in percent where the metric is a share; None where a run did not record
+    it."""
     found = [r.finished.at(select).get("metrics", {}).get(metric, {}).get("personal", {}) for r in records]
     splits = {key: "test", f"{key}_pooled": "test_pooled"}
     means = {k: mean_if_complete([scores.get(split) for scores in found]) for k, split in splits.items()}
@@ -294,8 +296,8 @@ def effort_keys() -> set[str]:
 
 
 def given_effort(groups: Groups) -> set[str]:
-    """Those that somebody gave; the others are the recipes' own. None in a sweep of one method, which compares just
-    these."""
+    """Keys of `effort_keys` that somebody gave; the others are the recipes' own. None in a sweep of one method, which
+    compares just these."""
     records = [r for group in groups.values() for r in group]
     one_method = len({r.method.name for r in records if r.rounds}) < 2
     return set() if one_method else {key for r in records for key in r.given} & effort_keys()
@@ -323,7 +325,8 @@ def fair_keys(config: Settings, select: Select = "selected") -> Settings:
 
 
 def differences(rows: dict[str, list[Settings]], free: Collection[str] = ()) -> list[str]:
-    """In what the rows of a table differ, in words: their rules by name, of each run one. `free`: keys that may differ."""
+    """The differences between the rows of a table, in words: their rules by name, of each run one. `free`: keys that
+    may differ."""
     found = []
     for key in dict.fromkeys(k for rules in rows.values() for one in rules for k in one if k not in free):
         values: dict[str, list[str]] = defaultdict(list)
@@ -397,7 +400,7 @@ def notes(groups: Groups, select: Select, has_published: bool, further: dict[str
             f"{', '.join(pooled)}: trains and is scored on other clients; for reference, not compared with the others"
         )
     out += [
-        f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
+        f"{name}: {counted(rounds, 'round')}, after which more would change nothing"
         for name, group in groups.items()
         if 0 < (rounds := max(r.finished.last["round"] for r in group)) < min(r.rounds for r in group)
     ]
@@ -458,7 +461,7 @@ def budget(records: list[RunRecord]) -> list[str]:
     """What of the rule is not in the other notes."""
     rounds = sorted({r.rounds for r in records if r.rounds})
     shots = sorted({f"{format_value(r.config['shots'])} shots" for r in records if r.config.get("shots")})
-    return [f"{' or '.join(map(str, rounds)) or 'no'} rounds", *shots]
+    return [f"{' or '.join(map(str, rounds)) or 'no'} round{'s' * (rounds != [1])}", *shots]
 
 
 def scored_on(record: RunRecord) -> str:
@@ -475,12 +478,12 @@ def incidents(group: list[RunRecord], select: Select) -> list[str]:
     """What makes these numbers less than they seem: rounds that changed nothing, and clients that are not in them."""
     results = [r.finished for r in group]
     void, rounds = sum(r.void for r in results), sum(r.rounds for r in group)
-    out = [f"{void} of {rounds} rounds changed nothing (see `void` in rounds.jsonl)"] if void else []
+    out = [f"{void} of {counted(rounds, 'round')} changed nothing (see `void` in rounds.jsonl)"] if void else []
     if bounded := sum(r.bounded for r in results):
         limits = "/".join(dict.fromkeys(format_value(r.config.get("bound", "bound=")) for r in group))
         out.append(
-            f"in {bounded} of {rounds} rounds a client's update was scaled down to {limits} times the median length "
-            "(bound=0 switches this off)"
+            f"in {bounded} of {counted(rounds, 'round')} a client's update was scaled down to {limits} times the median "
+            "length (bound=0 switches this off)"
         )
     for words, names in (
         (

@@ -14,7 +14,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.report.tables import FROZEN, check_one_rule, fair_keys
 from fedvlm.system.interrupts import shell_line
 from fedvlm.training.folder import find
-from fedvlm.training.planning import LEAVE_ONE_OUT, sketch
+from fedvlm.training.planning import LEAVE_ONE_OUT, checked_outline
 
 if TYPE_CHECKING:
     from fedvlm.data.pool import Pool, Pools
@@ -37,7 +37,7 @@ def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) 
         )
     check_one_rule({s.method.label: [fair_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
     check_parts(setups)
-    pool = sketch(setups[0], pools)  # refuses what it can before anything is encoded
+    pool = checked_outline(setups[0], pools)  # refuses what it can before anything is encoded
     if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
         setups = [chosen(m, given | {"protocol": LEAVE_ONE_OUT}) for m in methods]
     return frozen(setups, pool) + setups
@@ -57,7 +57,7 @@ def trains_nothing(setup: Setup) -> bool:
 
 
 def next_steps(runs: Runs) -> list[str]:
-    """Where the runs are, and a command each for a page, a table and predictions."""
+    """The place of the runs, and a command each for a page, a table and predictions."""
     root = runs[0].folder.parent
     others = len(find([str(root)])) > len({r.folder for r in runs})
     trained = [r for r in runs if r.record.method.name != FROZEN] or list(runs)

@@ -1,4 +1,4 @@
-"""From the keys dp=, epsilon=, … to the `Privacy` of a run, or one sentence that says why this run cannot be private."""
+"""Turn the keys dp=, epsilon=, … into the `Privacy` of a run, or say in one sentence why this run cannot be private."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def repeated(params: Params, times: int) -> Params:
 
 
 def difference(whole: Sequence[Tensor], each: Sequence[Tensor]) -> float:
-    """Between a gradient [1, …] and the mean over [examples, …], relative to the examples' gradients."""
+    """The difference between a gradient [1, …] and the mean over [examples, …], relative to the examples' gradients."""
     apart = sum(float((w[0] - e.mean(0)).square().sum()) for w, e in zip(whole, each, strict=True))
     size = sum(float(e.square().sum()) / len(e) for e in each) + sum(float(w.square().sum()) for w in whole)
     return (apart / size) ** 0.5 if size else 0.0

@@ -64,7 +64,6 @@ def known() -> Catalogue:
         (["run", "fedoot"], 1, "did you mean fedot?"),
         (["run", "fedot", "lrr=3"], 1, "lrr= is not a key here; did you mean lr?"),
         (["run", "fedot", "lr=x"], 1, "lr=x: expected a number"),
-        (["run", "ga-unet"], 1, "use: ga on=unet"),
         (["rnu"], 2, "no command 'rnu'; did you mean run?"),
         (["complete", "fedvlm run fedo"], 0, "fedot-all-local"),
         (["completion", "bash"], 0, "complete -o default"),

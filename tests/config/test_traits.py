@@ -25,14 +25,11 @@ LISTS = {  # literal collections with names of keys that classify no keys: place
     "cli/commands/ls.py": (2, "headings of columns"),
     "cli/demo.py": (1, "what the demo runs"),
     "core/ranges.py": (1, "purposes"),
-    "config/words.py": (1, "words of other libraries"),
-    "core/records.py": (1, "the first format"),
     "federation/remote.py": (1, "how long a call waits"),
     "federation/start.py": (1, "entries of site.json"),
     "federation/worker.py": (1, "entries of client.json"),
     "predict/finished.py": (1, "the questions to a finished run"),
     "report/page.py": (1, "headings of facts"),
-    "system/timing.py": (1, "phases of a command"),
 }
 
 
@@ -149,7 +146,7 @@ def test_only_some_values_of_a_key_may_count():
 
 def test_training_says_nothing_of_a_method_that_trains_nothing(three: list[RunFolder], tmp_path: Path):
     """zero-shot beside methods with privacy, other rounds and half of the clients."""
-    keys = {"participation": 0.5, "dp": "client", "secure": True, "evaluate": 3}
+    keys = {"participation": 0.5, "dp": "client", "secure": True, "evaluate_every": 3}
     both = changed(changed(three, "fedavg", tmp_path / "a", **keys), "fedclip", tmp_path / "b", **keys)
     assert {row for row, _ in summarise(both, fair=True).bold} == {"fedclip"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import subprocess
 import sys
@@ -31,7 +30,6 @@ from fedvlm.report.tables import settings, summarise
 from fedvlm.report.written import latex, write_csv
 from fedvlm.system import console
 from fedvlm.system.table import Table
-from fedvlm.training.folder import RunFolder
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -214,22 +212,6 @@ def test_methods_are_compared_with_the_frozen_model(tmp_path: Path) -> None:
     ]
     assert against(summarise([write(tmp_path / "one", "fedavg", "art")])) == []
     assert r"fedot & \textbf{76.50 $\pm$ 0.71} &" in latex({"": table})
-
-
-def test_runs_of_the_first_format_give_the_same_table(tmp_path: Path) -> None:
-    """run.json as fedvlm 0.1 wrote it, for a table and a page."""
-    run = write(tmp_path, "fedavg", "art")
-    record, old = run.record, RunFolder(tmp_path / "old")
-    raw = json.loads(record.to_json())
-    config = raw["config"] | {"adapter": {"head": {}}, "local": {"sgd": {"lr": 0.1}}, "merge": {"mean": {}}}
-    kept = {k: raw[k] for k in ("identity", "given", "versions", "started", "clients", "homes", "result")}
-    data = {k: v for k, v in raw["data"].items() if k not in ("metric", "novel", "nouns", "skipped")}
-    backbone = {"name": "tiny@1", "dim": 4, "scale": 1.0}
-    info = kept | {"method": "fedavg", "config": config | {"method": "fedavg"}, "data": data, "backbone": backbone}
-    old.write("run.json", json.dumps(info).encode())
-    old.write("rounds.jsonl", (run.folder / "rounds.jsonl").read_bytes())
-    assert old.record.legacy and summarise([old]) == summarise([run])
-    assert gather([old], LIGHT)[0].rounds == [0, 1, 2, 3]
 
 
 EXAMPLE = Table(

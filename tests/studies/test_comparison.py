@@ -69,7 +69,7 @@ def test_bench_refuses_a_recipe_with_a_protocol_of_its_own(setting: str, tmp_pat
 
 def test_a_method_may_have_settings_of_its_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("like: fedavg\nsettings: {lr: 0.5, epochs: 2, bound: 0, settings: paper}\n", encoding="utf-8")
+    recipe.write_text("like: fedavg\nsettings: {lr: 0.5, epochs: 2, bound: 0, values: paper}\n", encoding="utf-8")
     given = {"data": "emoji", "protocol": "one", "rounds": 2}
     assert len(comparison.setups_of([str(recipe), "fedavg", "centralised"], given, api.new_pools())) == 4
 

@@ -108,7 +108,8 @@ def random_down(rank: int, width: int, seed: int, at: tuple[int, int, int]) -> T
 
 
 def per_client(factors: Params) -> Params:
-    """With a client axis of the same length for all, where some are private and the shared ones have an axis of one."""
+    """Expand all factors to the same number of clients, where some are private and the shared ones have an axis of
+    one."""
     clients = max(map(len, factors.values()))
     return {k: v.expand(clients, -1, -1) for k, v in factors.items()}
 

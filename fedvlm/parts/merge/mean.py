@@ -59,8 +59,8 @@ class Mean(Merge):
         sums: Params | None = None,
         on_reply: OnReply | None = None,
     ) -> Averaged:
-        """Has the clients train, and averages replies as they arrive, so that memory does not grow with the cohort. Values
-        of the replies that are named in `sums` are added up too; `on_reply` is called with every reply."""
+        """Train, and average replies as they arrive, so that memory does not grow with the cohort. Values of the
+        replies that are named in `sums` are added up too; `on_reply` is called with every reply."""
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in message.shared.items()}
         plain = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in (sums or {}).items()}
         weights: dict[int, float] = {}

@@ -11,6 +11,7 @@ from fedvlm.config import catalogue
 from fedvlm.core.records import ExportRecord, RunRecord
 from fedvlm.predict import questions
 from fedvlm.predict.predictor import far_below
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import printable
 from fedvlm.training.folder import RunFolder
 
@@ -111,7 +112,7 @@ def method(record: RunRecord) -> str:
     rounds = record.result.last["round"] if record.result else record.rounds
     protocol = f"Protocol: {plain(record.protocol)}; " if record.protocol != "one" else "Clients "
     return (
-        f"{title} ({plain(parts)}). {protocol}held out: {held}; {rounds} rounds, the last one; "
+        f"{title} ({plain(parts)}). {protocol}held out: {held}; {counted(rounds, 'round')}, the last one; "
         f"one run with seed {record.seed}.\n"
     )
 

@@ -47,7 +47,7 @@ def opened(names: Sequence[str], run: RunFolder) -> Iterator[Callable[[RoundReco
 
 
 def numbers(record: RoundRecord) -> dict[str, float]:
-    """Its numbers by name, nested ones as a path: P, loss, shared/test, metrics/ece/personal/test."""
+    """The record's numbers by name, nested ones as a path: P, loss, shared/test, metrics/ece/personal/test."""
     found: dict[str, float] = {}
 
     def collect(entry: Mapping[str, object], path: str) -> None:
