@@ -412,11 +412,10 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
 
 def check_parts(setups: list[Setup]) -> None:
     """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
-    from fedvlm.training import slurm
-    from fedvlm.training.trackers import base as sinks
+    from fedvlm.training import slurm, trackers
 
     for setup in setups:
-        sinks.check(setup.config.log)
+        trackers.check(setup.config.log)
         slurm.check(setup.config.launcher)
         _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from keys_page import shown, table
+
 from fedvlm import api
 from fedvlm.config import recipe
 from fedvlm.config.config import Setup, resolve
-from fedvlm.config.reference import shown, table
 from fedvlm.core.adapter import Adapter, HasDiagnostics, NeedsNouns, Task
 from fedvlm.core.copies import COPY
 from fedvlm.core.records import UPDATE, UPDATE_MEANING

@@ -2,7 +2,7 @@
 
 `fedvlm ls`, `show`, completion and the check of a command line read it instead of importing torch. The package ships
 catalogue.json; where the files it was made from have changed since, it is made anew (in the cache). Refresh the shipped
-one with `python -m fedvlm.config.catalogue`.
+one with `python tools/keys_page.py`.
 """
 
 from __future__ import annotations
@@ -205,13 +205,3 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
     private = dict.fromkeys("a copy" if k.startswith(COPY) else k for k in method.newcomer)
     size = (nbytes(method.initial) + method.upload_bytes * method.trains) / 1e3
     return ", ".join(private) or "–", f"{size:.3g}" if size < 1000 else f"{float(f'{size:.3g}'):,.0f}"
-
-
-if __name__ == "__main__":
-    from fedvlm.config import catalogue, reference  # this file as a module, whose types reference.py knows
-
-    made = catalogue.make(current_digest())
-    SHIPPED.write_text(made.to_json() + "\n", encoding="utf-8")
-    if reference.PAGE.parent.is_dir():
-        reference.PAGE.write_text(reference.page(made), encoding="utf-8")
-    print(f"wrote {SHIPPED.name} and {reference.PAGE.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from statistics import median
 from typing import TypeVar
 
@@ -20,22 +21,17 @@ def compact(names: list[str]) -> list[str]:
     if len(names) <= MANY or any(map(RANGE.match, names)):
         return names
     found: list[str] = []
-    first, prefix, number, digits = "", "", -2, 0
-    last = ""
-    for name in names:
-        match = NUMBERED.match(name)
-        head, figures = match.groups() if match else (name, "")
-        follows = figures and (head, int(figures), len(figures)) == (prefix, number + 1, digits)
-        if not follows:
-            found += _range(first, last) if last else []
-            first = name
-        last, prefix, number, digits = name, head, int(figures) if figures else -2, len(figures)
-    found += _range(first, last)
+    for _, group in groupby(enumerate(names), _series):
+        members = [name for _, name in group]
+        found.append(members[0] if len(members) == 1 else f"{members[0]} … {members[-1]}")
     return found if len(found) <= MANY else names
 
 
-def _range(first: str, last: str) -> list[str]:
-    return [first] if first == last else [f"{first} … {last}"]
+def _series(place: tuple[int, str]) -> tuple[str, int, int]:
+    """The same for neighbours whose numbers follow each other, and different for all others."""
+    at, name = place
+    match = NUMBERED.match(name)
+    return (match[1], len(match[2]), int(match[2]) - at) if match else (name, 0, at)
 
 
 def expanded(names: Iterable[str]) -> list[str]:

@@ -31,7 +31,7 @@ from fedvlm.training.folder import STATE, RunFolder
 from fedvlm.training.privacy_plan import check_method, check_secure, planned, recorded
 from fedvlm.training.sampling import cohort_size, sampled
 from fedvlm.training.saved import check_state
-from fedvlm.training.trackers.base import opened
+from fedvlm.training.trackers import opened
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run

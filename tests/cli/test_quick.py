@@ -100,7 +100,7 @@ def test_importing_fedvlm_loads_nothing_heavy(known):
 
 
 def test_the_shipped_catalogue_is_fresh():
-    """Refresh it with `python -m fedvlm.config.catalogue`."""
+    """Refresh it with `python tools/keys_page.py`."""
     shipped = Catalogue.from_json(SHIPPED.read_text(encoding="utf-8"))
     assert shipped.digest == catalogue.current_digest()
     assert catalogue.make(catalogue.current_digest()) == shipped

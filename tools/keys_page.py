@@ -1,15 +1,19 @@
-"""docs/keys.md: every key with its default and meaning. Written by `python -m fedvlm.config.catalogue`."""
+"""Writes docs/keys.md, every key with its default and meaning, and the catalogue that the package ships.
+
+python tools/keys_page.py
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
+from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue
 from fedvlm.config.keys import Key
 from fedvlm.core.records import Value
 
-PAGE: Path = Path(__file__).parents[2] / "docs" / "keys.md"  # in a source tree; an installed package has no docs
+PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
 KINDS = {"adapter": "adapters", "local": "local rules", "merge": "merges", "metric": "metrics"}
 COLUMNS = ["key", "default", "values", "meaning"]
 HEAD = """# Keys
@@ -20,7 +24,7 @@ Keys are given as `key=value`: `fedvlm run fedot lr=0.01 rounds=20`, in Python `
 Lists are separated by commas. If two parts have a key of the same name, `local.lr=` sets it for one of them. In `bench`, \
 a key of a part with several values (`lr=0.001,0.01,0.1`) is a [sweep](compare.md#sweeps).
 
-This page is written by `python -m fedvlm.config.catalogue` from the fields of the dataclasses; do not edit it by hand.
+This page is written by `python tools/keys_page.py` from the fields of the dataclasses; do not edit it by hand.
 """
 FAIR = """fair: rows of one table must agree in it; where they do not, `bench` and `compare --fair` refuse the table, and \
 notes name the difference. Data and backbone must agree in content, wherever they lie."""
@@ -57,3 +61,10 @@ def shown(value: Value) -> str:
 def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
     lines = [[c.replace("|", "\\|") for c in row] for row in (head, *rows)]
     return [f"| {' | '.join(row)} |" for row in (lines[0], ["---"] * len(head), *lines[1:])]
+
+
+if __name__ == "__main__":
+    made = catalogue.make(catalogue.current_digest())
+    catalogue.SHIPPED.write_text(made.to_json() + "\n", encoding="utf-8")
+    PAGE.write_text(page(made), encoding="utf-8")
+    print(f"wrote {catalogue.SHIPPED.name} and {PAGE.name}")
