@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -49,6 +50,7 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     """
     groups = grouped(runs, apart)
     rules = rules_of(groups, select)
+    unlike = differences(rules)
     if fair:
         check_one_rule(rules)
     values = {
@@ -76,12 +78,12 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     columns += ["MB up/round", "shared", "private", "seconds", *further.values()]
     has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
     each = {name: seed_scores(groups[name], select) for name in comparable(groups, rules)}
-    ranked = {} if differences(rules) else each
+    ranked = {} if unlike else each
     bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best(ranked, m))}
     return Table(
         columns,
         [format_row(name, row, list(further.values())) for name, row in values.items()],
-        notes(groups, select, has_published, further) + best_note(columns, bold, ranked),
+        notes(groups, select, has_published, further, unlike) + best_note(columns, bold, ranked),
         [{"method": name, **row} for name, row in values.items()],
         each,
         bold,
@@ -249,7 +251,8 @@ def named(value: Value, key: str, others: list[Settings]) -> str:
 def settings(record: RunRecord) -> Settings:
     """The settings by which `grouped` separates runs: all but the seed, the held-out target and where it ran. A part's
     setting whose name is taken (by the run or by another part) is PART.NAME, as on the command line."""
-    flat: Settings = {k: v for k, v in binding(record.config).items() if k not in catalogue.with_trait("varies")}
+    varies = catalogue.with_trait("varies")
+    flat: Settings = {k: v for k, v in binding(record.config).items() if k not in varies}
     parts = {"adapter": record.adapter, "local": record.local, "merge": record.merge}
     for axis, part in parts.items():
         flat[axis] = f"{part.name}@{part.digest}" if part.digest else part.name
@@ -289,6 +292,7 @@ def references(groups: Groups) -> list[str]:
     return [name for name in pooled if other not in (None, clients[name])]
 
 
+@cache
 def effort_keys() -> set[str]:
     """The settings of parts that say how much is computed, and how it is averaged."""
     kinds = catalogue.load().parts.values()
@@ -372,7 +376,9 @@ def plus_minus(mean: Number, std: Number) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
-def notes(groups: Groups, select: Select, has_published: bool, further: dict[str, str]) -> list[str]:
+def notes(
+    groups: Groups, select: Select, has_published: bool, further: dict[str, str], unlike: Sequence[str] = ()
+) -> list[str]:
     """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are; further
     ones by name, with their columns."""
     records = [r for group in groups.values() for r in group]
@@ -388,8 +394,8 @@ def notes(groups: Groups, select: Select, has_published: bool, further: dict[str
         f"seeds {', '.join(map(str, seeds))}",
         f"test {metrics} in %, {chosen}" + ("; ± standard deviation over seeds" if len(seeds) > 1 else ""),
     ]
-    if found := differences(rules_of(groups, select)):
-        out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(found)}")
+    if unlike:
+        out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(unlike)}")
     else:
         out[-1] += f"; {'same protocol for all rows: ' if len(groups) > 1 else ''}{', '.join(budget(records))}"
     own = {name: [effort(r) for r in group] for name, group in groups.items()}
