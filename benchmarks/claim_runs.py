@@ -71,9 +71,9 @@ class Study:
         keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
         if "outsiders" in keys:
             keys["outsiders"] = self.data[str(keys["outsiders"])]
-        keys["evaluate"] = keys.get("evaluate", max(1, int(str(keys.get("rounds", 30)))))
+        keys["evaluate_every"] = keys.get("evaluate_every", max(1, int(str(keys.get("rounds", 30)))))
         if self.args.rounds and int(str(keys.get("rounds", 0))) > self.args.rounds:
-            keys["rounds"] = keys["evaluate"] = self.args.rounds
+            keys["rounds"] = keys["evaluate_every"] = self.args.rounds
         keys |= {} if lr is None else {"lr": lr}
         return resolve(side.method, keys)
 

@@ -35,10 +35,10 @@ import yaml
 from claim_document import HEAD, VERDICTS, lines, number
 from claim_record import FIGURES, Entry, digest, load, merged, save
 from claim_runs import Side, Study, listed
+from papers.measures import half_width
 from study import last_rounds, megabytes_per_round, seed_scores
 
 from fedvlm.core.records import RoundRecord, value_of
-from fedvlm.studies.papers.measures import half_width
 from fedvlm.system import console
 from fedvlm.training.folder import RunFolder
 

@@ -87,7 +87,7 @@ def main() -> None:
         subprocess.run([args.flower, "-c", "import flwr, psutil, ray, safetensors, torch"], check=True)
     x, y = made_up() if args.random else cifar(args.package)
     keys = {"on": "cnn", "data": "cifar10", "partition": "iid", "clients": CLIENTS, "participation": SHARE}
-    keys |= {"split": "100,0,0", "rounds": args.rounds, "evaluate": args.evaluate, "device": args.device}
+    keys |= {"split": "100,0,0", "rounds": args.rounds, "evaluate_every": args.evaluate, "device": args.device}
     keys |= {"threads": args.threads, "chunk": args.chunk, "precision": args.precision, "seed": 0}
     setup = resolve("fedavg", keys)
     print_floor()
@@ -167,7 +167,7 @@ def play(setup: Setup, pool: Pool, work: Path) -> Found:
         run.append({"round": round, "seconds": 0.0} | account(cohort, federation) | guard.end_round(round))
         run.save(state, round)
         spent.append((time.perf_counter() - marks[0], time.process_time() - marks[1]))
-        if round == setup.config.rounds or round % setup.config.evaluate == 0:
+        if round == setup.config.rounds or round % setup.config.evaluate_every == 0:
             accuracy = on_test(method, data, state.shared, device_of(setup))
             print(f"round {round}: {100 * accuracy:.2f} % of the test images", flush=True)
     engine.close()
@@ -193,7 +193,13 @@ def play_flower(python: str, setup: Setup, pool: Pool, work: Path, evaluate: int
     np.save(work / "y.npy", data.y.numpy())
     np.save(work / "bounds.npy", data.bounds)
     save_file(method.initial, work / "initial.safetensors")
-    given = {"folder": str(work), "rounds": setup.config.rounds, "share": SHARE, "evaluate": evaluate, "batch": BATCH}
+    given = {
+        "folder": str(work),
+        "rounds": setup.config.rounds,
+        "share": SHARE,
+        "evaluate_every": evaluate,
+        "batch": BATCH,
+    }
     given |= {"clients": CLIENTS, "lr": 0.1, "cores": cores()}
     env = os.environ | {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

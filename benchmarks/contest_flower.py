@@ -116,7 +116,7 @@ def main() -> None:
 
     def evaluate(round: int, found: ArrayRecord) -> MetricRecord | None:
         ended.append((time.perf_counter(), cpu_seconds()))
-        if round == rounds or round % int(given["evaluate"]) == 0:
+        if round == rounds or round % int(given["evaluate_every"]) == 0:
             reached[0] = accuracy(folder, found.to_torch_state_dict())
         began.append((time.perf_counter(), cpu_seconds()))
         return None

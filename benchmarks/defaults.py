@@ -87,7 +87,7 @@ def study(methods: Sequence[str], data: Mapping[str, str], args: argparse.Namesp
         shipped = float(resolve(method, {}).local.lr)
         setups: dict[tuple[str, float], Setup] = {}
         for name, path in data.items():
-            given = {"data": path, "seed": args.seed, "out": args.out, "evaluate": 1000}
+            given = {"data": path, "seed": args.seed, "out": args.out, "evaluate_every": 1000}
             setups |= {(name, lr): resolve(method, given | {"lr": lr}) for lr in grid(shipped)}
         scores: dict[str, dict[float, float]] = {}
         for (name, lr), (run,) in finished_each(setups, args.jobs, pools).items():

@@ -67,7 +67,14 @@ def main() -> None:
 
 def setup_for(args: argparse.Namespace, merge: str, local: str) -> Setup:
     rule, _, same = local.partition("-")
-    given = {"data": args.data, "merge": merge, "local": rule, "lr": args.lr, "rounds": args.rounds, "evaluate": 5}
+    given = {
+        "data": args.data,
+        "merge": merge,
+        "local": rule,
+        "lr": args.lr,
+        "rounds": args.rounds,
+        "evaluate_every": 5,
+    }
     given |= {"protocol": "leave-one-domain-out", "seeds": args.seeds, "out": args.out}
     given |= {"unseen_split": "all", "personal_split": "val"}
     given |= {"gaps": True} if merge == "mean" else {}

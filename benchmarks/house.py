@@ -1,8 +1,8 @@
-"""The size of the architecture, before and after: `python benchmarks/house.py --base REV`.
+"""The size and shape of the package: `python benchmarks/house.py [--base REV]`, a Markdown table of REV and of this tree.
 
-For REV and for this tree: in one round of fedot and of feddtl (serial, with its evaluation) the files of the package that
-run, and the distinct calls from a function of one file to a function of another; members of the adapter base class; methods
-of Method; the longest file; uses of dict[str, Any]; recipes. Prints a Markdown table.
+Static figures are read from the sources. The way of a run is traced: `fedvlm run fedot rounds=1` with an empty feature
+store. Its hops are the distinct pairs of a function of one file that calls a function of another, calls at import time left
+out; its frames are those of fedvlm that lie between `main` and the first call of `optimise`.
 """
 
 from __future__ import annotations
@@ -13,120 +13,217 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import tokenize
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median, quantiles
 from types import FrameType
 
-COMMON = ["data={images}", "unseen=noto", "rounds=1", "engine=serial"]
+ROOT = Path(__file__).resolve().parents[1]
+FRAGMENTS = (
+    *("After", "As", "At", "Before", "By", "For", "From", "In", "Of", "On", "Over"),
+    *("So", "To", "Under", "Until", "Where", "With", "Within", "Without"),
+)
+LIST_OF_KEYS = 3  # names of keys from which on a tuple, list or set of them counts as a list kept by hand
 
 
-def traced(words: list[str]) -> tuple[int, int]:
-    """Files of the package that a round runs through, and distinct calls from a function of one to one of another."""
+def figures(tree: Path) -> dict[str, str]:
+    """What can be read from the sources of a tree."""
+    sources = {p: p.read_text(encoding="utf-8") for p in sorted((tree / "fedvlm").rglob("*.py"))}
+    parsed = {path: ast.parse(text) for path, text in sources.items()}
+    kinds = sum((kinds_of_lines(p, sources[p], parsed[p]) for p in sources), Counter())
+    lengths = [text.count("\n") for text in sources.values()]
+    pages = sorted((tree / "docs").glob("*.md"))
+    return {
+        "lines of the package": f"{sum(lengths):,}",
+        **{f"– {kind}": f"{kinds[kind]:,}" for kind in ("code", "docstrings", "comments", "blank")},
+        **{f"– in {room}/": f"{count:,}" for room, count in sorted(lines_by_room(tree, sources).items())},
+        "lines of tests": f"{sum(p.read_text('utf-8').count(chr(10)) for p in (tree / 'tests').rglob('*.py')):,}",
+        "modules beside the rooms": str(sum(p.name != "__init__.py" for p in (tree / "fedvlm").glob("*.py"))),
+        "rooms in import cycles": str(len(in_cycles(imports(tree, parsed)))),
+        "pairs of rooms that import upwards": str(upward(tree, imports(tree, parsed))),
+        "lists of keys kept by hand": str(sum(lists_of_keys(parsed))),
+        "public names defined in several modules": shared_names(parsed),
+        "lines of a file: median, 95th percentile": f"{median(lengths):.0f}, {quantiles(lengths, n=20)[-1]:.0f}",
+        "docstrings that continue their name": str(sum(fragments(t) for t in parsed.values())),
+        "words of docs/": f"{sum(len(p.read_text('utf-8').split()) for p in pages):,}",
+    }
+
+
+def kinds_of_lines(path: Path, text: str, tree: ast.Module) -> Counter[str]:
+    found: Counter[str] = Counter(blank=sum(not line.strip() for line in text.splitlines()))
+    inside = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            inside |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines = text.splitlines()
+    found["docstrings"] = sum(bool(lines[n - 1].strip()) for n in inside)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found["comments"] = sum(t.type == tokenize.COMMENT and t.line.lstrip().startswith("#") for t in tokens)
+    found["code"] = len(lines) - found["blank"] - found["docstrings"] - found["comments"]
+    return found
+
+
+def room_of(tree: Path, path: Path) -> str:
+    """The folder or module directly in fedvlm."""
+    return path.relative_to(tree / "fedvlm").parts[0].removesuffix(".py")
+
+
+def lines_by_room(tree: Path, sources: dict[Path, str]) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for path, text in sources.items():
+        if path.parent != tree / "fedvlm":
+            found[room_of(tree, path)] += text.count("\n")
+    return found
+
+
+def imports(tree: Path, parsed: dict[Path, ast.Module]) -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports the second, types for annotations alone left out."""
+    rooms, found = {room_of(tree, p) for p in parsed}, set()
+    for path, module in parsed.items():
+        typing_only = [n for n in ast.walk(module) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+        skipped = {id(n) for block in typing_only for part in block.body for n in ast.walk(part)}
+        for node in ast.walk(module):
+            if not isinstance(node, ast.ImportFrom) or id(node) in skipped or not node.module:
+                continue
+            if node.module == "fedvlm":
+                found |= {(room_of(tree, path), a.name) for a in node.names if a.name in rooms}
+            elif node.module.startswith("fedvlm."):
+                found.add((room_of(tree, path), node.module.split(".")[1]))
+    return {(a, b) for a, b in found if a != b and "__init__" not in (a, b)}
+
+
+def in_cycles(edges: set[tuple[str, str]]) -> set[str]:
+    """The rooms that can reach themselves."""
+    reached = {a: {b for x, b in edges if x == a} for a, _ in edges}
+    while True:
+        more = {a: to.union(*(reached.get(b, set()) for b in to)) for a, to in reached.items()}
+        if more == reached:
+            return {a for a, to in reached.items() if a in to}
+        reached = more
+
+
+def upward(tree: Path, edges: set[tuple[str, str]]) -> int | str:
+    """How many imports are against the contract in pyproject.toml; "–" where there is none."""
+    config = tomllib.loads((tree / "pyproject.toml").read_text("utf-8"))["tool"]
+    if "importlinter" not in config:
+        return "–"
+    order = config["importlinter"]["contracts"][0]["layers"]
+    return sum(order.index(a) > order.index(b) for a, b in edges if a in order and b in order)
+
+
+def lists_of_keys(parsed: dict[Path, ast.Module]) -> Iterator[bool]:
+    """True for each tuple, list or set of names of keys of a run."""
+    classes = {n.name: n for t in parsed.values() for n in t.body if isinstance(n, ast.ClassDef)}
+    holders = [classes["Config"], *(classes[b.id] for b in classes["Config"].bases if isinstance(b, ast.Name))]
+    fields = [n for c in holders for n in c.body if isinstance(n, ast.AnnAssign)]
+    keys = {n.target.id for n in fields if isinstance(n.target, ast.Name)}
+    for module in parsed.values():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Tuple | ast.List | ast.Set) and len(node.elts) >= LIST_OF_KEYS:
+                names = [e.value for e in node.elts if isinstance(e, ast.Constant)]
+                yield len(names) == len(node.elts) and set(names) <= keys
+
+
+def shared_names(parsed: dict[Path, ast.Module]) -> str:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    named = [n.name for t in parsed.values() for n in t.body if isinstance(n, kinds) and not n.name.startswith("_")]
+    counts = Counter(named)
+    twice = sum(count > 1 for count in counts.values())
+    return f"{twice} of {len(counts):,} ({twice / len(counts):.1%})"
+
+
+def fragments(tree: ast.Module) -> int:
+    """Docstrings that go on from the name (tests/project/test_docstrings.py has the rule)."""
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return sum((ast.get_docstring(n) or "").partition(" ")[0].rstrip(",:") in FRAGMENTS for n in nodes)
+
+
+def traced(words: list[str]) -> dict[str, str]:
+    """The way of a command through the package."""
     import fedvlm
     from fedvlm.cli import main
-    from fedvlm.rounds.method import Method
-    from fedvlm.training import train
 
     home = str(Path(fedvlm.__file__).parent)
-    edges: set[tuple[str, str, str, str]] = set()
+    edges: set[tuple[tuple[str, str], tuple[str, str]]] = set()
+    frames: list[int] = []
 
     def record(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not is_function(frame, home):
             return
-        caller = frame.f_back
-        while caller is not None and not is_function(caller, home):
-            caller = caller.f_back
-        if caller is not None:
-            edges.add((*place(caller), *place(frame)))
+        callers = list(callers_of(frame, home))
+        if callers:
+            edges.add((place(callers[0]), place(frame)))
+        if not frames and place(frame)[1] == "optimise":
+            names = [place(f) for f in callers]
+            frames.append(next(k for k, (file, name) in enumerate(names, 1) if name == "main" and "cli" in file))
 
-    def recorded(inner: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **keys: object) -> object:
-            sys.setprofile(record)
-            try:
-                return inner(*args, **keys)
-            finally:
-                sys.setprofile(None)
-
-        return call
-
-    plain = Method.round, train.evaluate
-    Method.round, train.evaluate = (recorded(f) for f in plain)  # type: ignore
+    sys.setprofile(record)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(words) == 0
     finally:
-        Method.round, train.evaluate = plain  # type: ignore
-    files = {f for edge in edges for f in (edge[0], edge[2])}
-    return len(files), len({e for e in edges if e[0] != e[2]})
+        sys.setprofile(None)
+    files = {file for edge in edges for file, _ in edge}
+    hops = sum(a[0] != b[0] for a, b in edges)
+    return {"run fedot: files, hops": f"{len(files)}, {hops}", "frames to the first step": str(frames[0])}
+
+
+def callers_of(frame: FrameType, home: str) -> Iterator[FrameType]:
+    caller = frame.f_back
+    while caller is not None:
+        if is_function(caller, home):
+            yield caller
+        caller = caller.f_back
 
 
 def is_function(frame: FrameType, home: str) -> bool:
-    """A function of the package, not the body of a module, a class or a comprehension."""
+    """Whether it is a function of the package, not the body of a module, a class or a comprehension."""
     return frame.f_code.co_filename.startswith(home) and not frame.f_code.co_name.startswith("<")
 
 
 def place(frame: FrameType) -> tuple[str, str]:
-    return frame.f_code.co_filename, frame.f_code.co_name
+    return re.sub(r".*/fedvlm/", "", frame.f_code.co_filename), frame.f_code.co_name
 
 
-def members(path: Path, name: str, functions_only: bool = False) -> int:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            kinds = ast.FunctionDef if functions_only else (ast.FunctionDef, ast.AnnAssign)
-            return sum(isinstance(n, kinds) for n in node.body)
-    raise ValueError(f"{path} has no class {name}")
-
-
-def measure(tree: Path, images: str) -> dict[str, str]:
-    package = tree / "fedvlm"
-    sources = {p: p.read_text() for p in sorted(package.rglob("*.py"))}
-    longest = max(sources, key=lambda p: sources[p].count("\n"))
-    found = {}
-    for name in ("fedot", "feddtl"):
-        with tempfile.TemporaryDirectory() as out:
-            words = ["run", name, *(w.format(images=images) for w in COMMON), f"out={out}/run"]
-            files, edges = traced(words)
-            found[f"one round of {name}: files, calls between files"] = f"{files}, {edges}"
-    return found | {
-        "members of the adapter base class": str(members(package / "core" / "adapter.py", "Adapter")),
-        "methods of Method": str(members(package / "rounds" / "method.py", "Method", functions_only=True)),
-        "longest file, lines": f"{sources[longest].count(chr(10))} ({longest.relative_to(package)})",
-        "uses of dict[str, Any]": str(sum(s.count("dict[str, Any]") for s in sources.values())),
-        "recipes": str(len(list((package / "parts" / "recipes").glob("*.yaml")))),
-    }
+def measured(tree: Path) -> dict[str, str]:
+    """All figures of a tree; the command runs in a process of its own, which imports that tree."""
+    with tempfile.TemporaryDirectory() as work:
+        words = ["run", "fedot", "data=emoji", "unseen=noto", "rounds=1", f"out={work}/run"]
+        env = os.environ | {"PYTHONPATH": str(tree), "FEDVLM_CACHE": f"{work}/cache"}
+        call = [sys.executable, __file__, "--trace", *words]
+        done = subprocess.run(call, env=env, cwd=tree, check=True, capture_output=True, text=True)
+    return figures(tree) | json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--base", default="HEAD", help="the revision to compare with")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default="", help="a revision to compare with")
+    parser.add_argument("--trace", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure:
-        print(json.dumps(measure(Path(args.measure[0]), args.measure[1])))
+    if args.trace:
+        print(json.dumps(traced(args.trace)))
         return
-    root = Path(__file__).resolve().parents[1]
-    sys.path.insert(0, str(root / "benchmarks"))
-    from same import make
-
-    with tempfile.TemporaryDirectory() as work:
-        images = make(Path(work) / "data", root / "fedvlm")["images"]
-        before = Path(work) / "before"
-        subprocess.run(["git", "worktree", "add", "--detach", "-q", str(before), args.base], cwd=root, check=True)
-        found = []
-        try:
-            for tree in (before, root):
-                env = os.environ | {"PYTHONPATH": str(tree), "FEDVLM_CACHE": f"{work}/cache"}
-                call = [sys.executable, __file__, "--measure", str(tree), str(images)]
-                done = subprocess.run(call, env=env, cwd=tree, check=True, capture_output=True, text=True)
-                found.append(json.loads(done.stdout.splitlines()[-1]))
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(before)], cwd=root, check=True)
-    print("| | before | after |\n|---|---|---|")
-    for name in found[0]:
-        print(f"| {name} | {found[0][name]} | {found[1][name]} |")
+    now = measured(ROOT)
+    before: dict[str, str] = {}
+    if args.base:
+        with tempfile.TemporaryDirectory() as work:
+            tree = Path(work) / "before"
+            subprocess.run(["git", "worktree", "add", "--detach", "-q", str(tree), args.base], cwd=ROOT, check=True)
+            try:
+                before = measured(tree)
+            finally:
+                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+    print("| | before | now |\n|---|---|---|" if before else "| | |\n|---|---|")
+    for name in dict.fromkeys([*now, *before]):
+        cells = [before.get(name, "–"), now.get(name, "–")] if before else [now[name]]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

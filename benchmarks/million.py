@@ -109,7 +109,7 @@ def probe(clients: int, share: float, work: str) -> Found:
     """Rounds 0 and 2 are evaluated, round 1 only trains."""
     torch.set_num_threads(1)
     keys = {"data": f"{work}/data.safetensors", "partition": "iid", "clients": clients, "participation": share}
-    setup = resolve("fedavg", keys | {"batch": 10, "rounds": 2, "evaluate": 2, "threads": 1})
+    setup = resolve("fedavg", keys | {"batch": 10, "rounds": 2, "evaluate_every": 2, "threads": 1})
     memory = Memory()
     memory.start()
     marks = [time.process_time()]

@@ -92,7 +92,7 @@ def about(args: argparse.Namespace) -> str:
 
 def run_methods(args: argparse.Namespace, layout: Settings) -> Found:
     common = layout | {"shots": 0 if args.full else args.shots, "rounds": args.rounds, "seeds": args.seeds}
-    common |= {"out": args.out, "evaluate": args.evaluate}
+    common |= {"out": args.out, "evaluate_every": args.evaluate}
     setups = {}
     for name in (n for n in METHODS if n in args.methods.split(",")):
         rate = {"lr": args.prompt_lr} if args.prompt_lr and name in PROMPTS else {}

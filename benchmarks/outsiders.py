@@ -92,7 +92,7 @@ def main() -> None:
     args.rounds = args.rounds or (8 if args.small else 25)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     common: Settings = {"outsiders": args.outsiders, "corrupt": args.corrupt, "clients": 10, "shots": 8}
-    common |= {"rounds": args.rounds, "evaluate": args.rounds, "out": args.out, "jobs": args.jobs}
+    common |= {"rounds": args.rounds, "evaluate_every": args.rounds, "out": args.out, "jobs": args.jobs}
     data: dict[str, list[Settings]] = {}
     if args.caltech:
         title = "Caltech101, 20 classes" if args.small else "Caltech101, each class dealt to one client"

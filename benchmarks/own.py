@@ -134,7 +134,7 @@ class Study:
     def setup(self, method: str, keys: Mapping[str, object], seeds: Sequence[int], **more: object) -> Setup:
         given = {k: v for k, v in keys.items() if k != "rounds" or method not in CLOSED} | more
         rounds = int(str(given.get("rounds", 1)))
-        return resolve(method, {**given, "evaluate": max(1, rounds), "seeds": tuple(seeds)})
+        return resolve(method, {**given, "evaluate_every": max(1, rounds), "seeds": tuple(seeds)})
 
     def resolves(self, method: str, keys: Mapping[str, object]) -> bool:
         try:

@@ -80,8 +80,13 @@ def main() -> None:
 
 def study(method: str, args: argparse.Namespace, seeds: list[int], pools: Pools) -> tuple[Rates, list[RunFolder]]:
     """Chooses the learning rate for each held-out domain with the first seed, then runs all seeds with it."""
-    given: dict[str, object] = {"data": args.data, "evaluate": 5, "protocol": "leave-one-domain-out", "out": args.out}
-    given |= {"unseen": args.targets, "settings": "paper"}
+    given: dict[str, object] = {
+        "data": args.data,
+        "evaluate_every": 5,
+        "protocol": "leave-one-domain-out",
+        "out": args.out,
+    }
+    given |= {"unseen": args.targets, "values": "paper"}
     if method == "zero-shot":
         return {}, run_each({method: resolve(method, given | {"seeds": seeds})}, 0, pools)[method]
     given |= {"rounds": args.rounds}

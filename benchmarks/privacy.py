@@ -103,7 +103,7 @@ class Build(NamedTuple):
     def __call__(self, epsilon: float, seeds: tuple[int, ...]) -> Setup:
         args = self.args
         private = {"dp": self.level, "epsilon": epsilon, **self.clip} if epsilon else {}
-        given = {"data": args.data, "rounds": args.rounds, "evaluate": args.rounds, "seeds": seeds, "gaps": False}
+        given = {"data": args.data, "rounds": args.rounds, "evaluate_every": args.rounds, "seeds": seeds, "gaps": False}
         given["lr"] = self.lr
         out = {"out": str(Path(args.out) / self.level)}
         return resolve(self.method, given | LAYOUTS[self.level] | private | out)

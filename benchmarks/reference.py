@@ -376,7 +376,7 @@ def main() -> None:
         "protocol": "leave-one-domain-out",
         "seeds": args.seeds,
         "out": args.out,
-        "evaluate": 10,
+        "evaluate_every": 10,
     }
     given |= {"rounds": args.rounds} if args.rounds else {}
     setups, pools = {m: resolve(m, given | METHODS[m]) for m in args.methods}, Pools()

@@ -21,12 +21,13 @@ from pathlib import Path
 import rows
 
 from fedvlm.core.records import RunRecord
-from fedvlm.report.tables import RULE, summarise
+from fedvlm.report.tables import summarise
 from fedvlm.system.table import Table
 from fedvlm.training.folder import RunFolder, find
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
-ALIKE = (*RULE, "partition", "clients", "alpha", "participation", "corrupt", "domains", "evaluate")
+TOLD = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "protocol")  # by titles, in this order
+TOLD += ("partition", "clients", "alpha", "participation", "corrupt", "domains")
 LEFT_OUT = ("shared", "private", "seconds")  # columns: counted in `fedvlm compare`, and seconds depend on the machine
 WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test", "personal_split": "test"}  # defaults
 HEAD = """# Results
@@ -112,11 +113,11 @@ def further_notes(runs: Sequence[RunFolder], title: str) -> str:
 
 
 def title_of(record: RunRecord) -> str:
-    """Data, backbone and what of the protocol differs from the defaults; runs with the same title are comparable."""
-    alike = {k: record.config[k] for k in ALIKE if k in record.config and k != "evaluate"}
+    """Data, backbone and what of the protocol differs from the defaults; `summarise` refuses runs that differ in more."""
+    alike = {k: record.config[k] for k in TOLD if k in record.config}
     if record.config.get("partition") == "auto" and len(record.data.domains) > 1:
         alike = {k: v for k, v in alike.items() if k not in ("clients", "alpha")}  # a client for each domain
-    usual = {"participation": 1.0, "corrupt": 0, "domains": 0, "select": "last", "split": [60.0, 20.0, 20.0], **WORDS}
+    usual = {"participation": 1.0, "corrupt": 0, "domains": 0, "split": [60.0, 20.0, 20.0], **WORDS}
     said = [f"{k}={shown(v)}" for k, v in alike.items() if v != usual.get(k) and v not in ("", None)]
     if outsiders := str(record.config.get("outsiders") or ""):
         said.append(f"outsiders={Path(outsiders).name}")

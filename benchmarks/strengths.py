@@ -27,7 +27,7 @@ from fedvlm.training.folder import RunFolder
 
 STRENGTHS = ((100.0, 20.0), (20.0, 4.0), (5.0, 1.0))  # τ₁ and τ₂, weakest first
 SEEDS = (50, 77, 98)
-LAYOUT = {"partition": "pathological", "clients": 5, "shots": 8, "rounds": 25, "epochs": 2, "evaluate": 25}
+LAYOUT = {"partition": "pathological", "clients": 5, "shots": 8, "rounds": 25, "epochs": 2, "evaluate_every": 25}
 SHOWN = ("loss_gained", "class_perturbation", "outsider_perturbation")  # effects of parts/local/bdro.py
 
 Strength = tuple[float, float]

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time; 0 is one per core")
     args = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    common: Settings = {"seeds": args.seeds, "out": args.out, "jobs": args.jobs, "evaluate": 5}
+    common: Settings = {"seeds": args.seeds, "out": args.out, "jobs": args.jobs, "evaluate_every": 5}
     common |= {"rounds": args.rounds} if args.rounds else {}
     if args.retina:
         sites = {"data": args.retina, "backbone": f"pixels:{args.size}", "protocol": "leave-one-domain-out"}

@@ -52,5 +52,5 @@ def main() -> None:
         print(run.table(), "\n")
 
 
-if __name__ == "__main__":  # several runs at a time start new processes, which import this file
+if __name__ == "__main__":
     main()

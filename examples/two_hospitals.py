@@ -50,5 +50,5 @@ def main() -> fedvlm.Run:
     return apart
 
 
-if __name__ == "__main__":  # clients are processes, which import this file
+if __name__ == "__main__":
     main()

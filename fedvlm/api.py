@@ -51,7 +51,7 @@ def run(method: str, **keys: object) -> Run:
 
 
 def chosen(method: str, given: Mapping[str, object]) -> Setup:
-    """What the user asks for. Later uses of the run need no word of trust."""
+    """Resolve the keys to a Setup and mark all that it names as trusted."""
     setup = resolve(method, given)
     with timed("import"):  # it asks for the kind of backbone, which takes torch
         trust.remember(setup)
@@ -186,7 +186,7 @@ class Run:
         return questions.read(self.folder)
 
     def resume(self) -> Run:
-        """Goes on where the run stopped."""
+        """Continue where the run stopped."""
         return resume([self])[0]
 
     def __repr__(self) -> str:
@@ -231,7 +231,7 @@ class Runs(Sequence[Run]):
         return with_notes(summarise(self.files, select, fair=fair), self.notes)
 
     def tables(self, select: Select = "last", fair: bool = False) -> dict[str, Table]:
-        """By data set and backbone, a table for each, as `table`."""
+        """A table as `table` makes it for each data set and backbone."""
         from fedvlm.report.blocks import tables
 
         return {name: with_notes(table, self.notes) for name, table in tables(self.files, select, fair).items()}
@@ -318,7 +318,7 @@ class Description:
         lines.append("settings:")
         done: set[str] = set()
         for row in self.keys:
-            if row.key.name in done or row.key.name in ("out", "settings"):
+            if row.key.name in done or row.key.name in ("out", "values"):
                 continue
             done.add(row.key.name)
             comment = "; ".join(x for x in (row.origin and f"from {row.origin}", row.key.help) if x)
@@ -394,11 +394,11 @@ def encode(setup: Setup, pools: Pools) -> Pool:
 def plan(setups: list[Setup], pools: Pools) -> list[Job]:
     """Every single run of these setups, with its folder; says what of private data would leave a client."""
     from fedvlm.system import console
-    from fedvlm.training.planning import jobs_of, sketch
+    from fedvlm.training.planning import checked_outline, jobs_of
 
     check_parts(setups)
     for setup in setups:
-        sketch(setup, pools)
+        checked_outline(setup, pools)
     encoded = [encode(s, pools) for s in setups]
     for setup in setups:
         if setup.merge.reveals:
@@ -412,12 +412,11 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
 
 def check_parts(setups: list[Setup]) -> None:
     """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
-    from fedvlm.training import launchers
-    from fedvlm.training.trackers import base as sinks
+    from fedvlm.training import slurm, trackers
 
     for setup in setups:
-        sinks.check(setup.config.log)
-        launchers.check(setup.config.launcher)
+        trackers.check(setup.config.log)
+        slurm.check(setup.config.launcher)
         _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 
 
@@ -460,7 +459,7 @@ def federated(setup: Setup, folder: Path | None = None) -> Run:
 
 
 def resume(found: Sequence[Run]) -> Runs:
-    """Goes on with those that are not finished, from what their folders hold."""
+    """Continue those that are not finished, from what their folders hold."""
     from fedvlm.system import console
     from fedvlm.training.planning import Job
 
@@ -486,8 +485,8 @@ def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequen
     from fedvlm.system import console
 
     setup = run.files.setup(run.trusted)
-    given = {"outsiders": listed(outsiders), "corrupt": listed(corrupt), "data": listed(data)}
-    asked = [(kind, what) for kind, each in given.items() for what in each]
+    given = zip(finished.QUESTIONS, (outsiders, corrupt, data), strict=True)
+    asked = [(kind, what) for kind, each in given for what in listed(each)]
     if not asked:
         raise FedvlmError("evaluate: ask something, such as outsiders=FOLDER, corrupt=fog,snow or data=OTHER")
     finished.check_askable(run.files, setup, asked)

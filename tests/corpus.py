@@ -366,7 +366,7 @@ TEXTS = {
     "no-text.jsonl": (bytes_of(line() + b'{"role": "A"}\n'), "line 2 is not"),
     "deep.jsonl": (bytes_of(line() + b"[" * 100_000), "line 2 is not"),
     "digits.jsonl": (bytes_of(line() + b"9" * 100_000), "line 2 is not"),
-    "short.jsonl": (bytes_of(line(text="short")), "nobody says more"),
+    "short.jsonl": (bytes_of(line(text="short")), "no speaker has more"),
     "pipe.jsonl": (lambda path: os.mkfifo(path), "no such file"),
     "folder.jsonl": (lambda path: path.mkdir(), "no such file"),
 }  # fmt: skip

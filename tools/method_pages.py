@@ -1,5 +1,5 @@
 """A page of the documentation for each method, from what is there already: its recipe, the docstrings of its parts, the
-papers' numbers (fedvlm/studies/papers/tables) and ours (docs/results.md, docs/claims.md). tools/site_pages.py puts them into
+papers' numbers (benchmarks/papers/tables) and ours (docs/results.md, docs/claims.md). tools/site_pages.py puts them into
 the site.
 
     python tools/method_pages.py fedot        # prints one
@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from keys_page import shown, table
+
 from fedvlm import api
 from fedvlm.config import recipe
 from fedvlm.config.config import Setup, resolve
-from fedvlm.config.reference import shown, table
 from fedvlm.core.adapter import Adapter, HasDiagnostics, NeedsNouns, Task
 from fedvlm.core.copies import COPY
 from fedvlm.core.records import UPDATE, UPDATE_MEANING
@@ -168,10 +169,10 @@ def markdown(docstring: str) -> str:
 
 def settings(name: str) -> list[str]:
     """Every key that does not have its default, as the paper has it and as tuned for mini-clip."""
-    paper, tuned = api.describe(name, settings="paper"), api.describe(name)
+    paper, tuned = api.describe(name, values="paper"), api.describe(name)
     rows = []
     for row, here in zip(paper.keys, tuned.keys, strict=True):
-        if (row.origin or here.origin) and row.key.name != "settings":
+        if (row.origin or here.origin) and row.key.name != "values":
             rows.append(
                 [f"`{row.key.name}`", row.home, f"`{shown(row.value)}`", f"`{shown(here.value)}`", row.key.help]
             )
@@ -189,9 +190,7 @@ def published(name: str) -> list[str]:
             keys = [f"on={on}"] * bool(on) + [f"{k}={v}" for k, v in under.items()]
             rows.append([data, " ".join(keys), values, str(numbers["source"])])
     if not rows:
-        return [
-            "The papers in `fedvlm/studies/papers/tables` report no number for it that a run can be compared with.\n"
-        ]
+        return ["The papers in `benchmarks/papers/tables` report no number for it that a run can be compared with.\n"]
     return [
         *table(["data", "keys", "in %", "source"], rows),
         "",
@@ -202,7 +201,7 @@ def published(name: str) -> list[str]:
 @cache
 def entries() -> list[tuple[str, str, str, dict[str, object], dict[str, object]]]:
     found: list[tuple[str, str, str, dict[str, object], dict[str, object]]]
-    found = json.loads(recipe.PUBLISHED.read_text(encoding="utf-8"))["entries"]
+    found = json.loads(recipe.PUBLISHED.read_text(encoding="utf-8"))
     return found
 
 
@@ -267,7 +266,7 @@ def pitfalls(setup: Setup) -> list[str]:
         found.append("It has parameters by class: it cannot be scored on classes that nobody trained on.")
     tuned = [layer.origin for layer in recipe.load(setup.method.name).layers("mini-clip") if "tuned" in layer.origin]
     if tuned:
-        found.append("Its settings on mini-clip were tuned on validation; with CLIP give `settings=paper`, or a sweep.")
+        found.append("Its settings on mini-clip were tuned on validation; with CLIP give `values=paper`, or a sweep.")
     found += [b for page in ("methods.md", "pitfalls.md") for b in bullets(page) if names(setup, b)]
     return [f"- {line}" for line in found] or ["None known except the [general ones](../pitfalls.md)."]
 

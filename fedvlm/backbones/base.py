@@ -94,7 +94,7 @@ class HasPrecisions(Protocol):
         ...
 
     def computing(self) -> AbstractContextManager[object]:
-        """Inside it, this thread computes in the backbone's precision."""
+        """A context in which this thread computes in the backbone's precision."""
         ...
 
 

@@ -137,7 +137,7 @@ def seal_of(name: str) -> str:
 
 
 def _file_of(module: str) -> str:
-    """Where a module lies; for one inside packages importlib.util.find_spec alone would import these."""
+    """The file of a module; for one inside packages importlib.util.find_spec alone would import these."""
     top, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

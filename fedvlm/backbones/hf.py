@@ -75,7 +75,7 @@ def clip_processor(folder: str | Path) -> Processor:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and warnings; what is wrong with a model is an error here."""
+    """Silence transformers' progress bars and warnings; what is wrong with a model is an error here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -89,7 +89,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tf32() -> Iterator[None]:
-    """With products in TF32, in all threads: torch has one setting."""
+    """Compute products in TF32, in all threads: torch has one setting."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -182,7 +182,7 @@ class HuggingFaceModel(Generic[Model]):
         return in_two_steps(self.processor)
 
     def pixels(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
-        """Of images, or of what `Clip.prepare` made of each of them."""
+        """The pixel values of images, or of what `Clip.prepare` made of each of them."""
         prepared = [image for image in images if isinstance(image, Tensor)]
         if not prepared:
             plain = cast(Sequence[Image.Image], images)
@@ -270,7 +270,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         return tokenizer
 
     def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
-        """Its pixels as uint8; of CLIP, whose processor takes images one by one."""
+        """The pixels of an image as uint8; CLIP's processor takes images one by one."""
         if self.kind != Clip.kind:
             return image
         if self.steps:

@@ -143,7 +143,8 @@ def _hash(files: list[Path]) -> hashlib.blake2b:
 
 @lru_cache(maxsize=16)
 def _hash_as_of(files: tuple[tuple[Path, int, int], ...]) -> hashlib.blake2b:
-    """Of files with their size and time, so that large ones are read once in a process as long as they stay as they are."""
+    """Hash files with their size and time, so that large ones are read once in a process as long as they stay as they
+    are."""
     digest = hashlib.blake2b(digest_size=8)
     for file, *_ in files:
         with file.open("rb") as stream:

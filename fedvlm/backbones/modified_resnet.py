@@ -58,7 +58,7 @@ class AttentionPool(nn.Module):
 
 
 class ModifiedResNet(nn.Module):
-    """From normalised pixels to embeddings, not normalised."""
+    """OpenAI's ResNet for CLIP: normalised pixels to embeddings that are not normalised."""
 
     def __init__(self, blocks: Sequence[int], width: int, heads: int, size: int, dim: int):
         super().__init__()

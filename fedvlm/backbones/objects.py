@@ -123,7 +123,8 @@ def description(name: str) -> Path:
 
 
 def fingerprint_of(thing: object) -> str:
-    """Of a module its class and weights; of a function its source (set `fingerprint` where that does not say it all)."""
+    """A hash of a module's class and weights, or of a function's source (set `fingerprint` where that does not say it
+    all)."""
     seen = hashlib.blake2b(digest_size=8)
     kind = thing if inspect.isroutine(thing) else type(thing)
     try:

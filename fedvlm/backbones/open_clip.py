@@ -245,7 +245,7 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
         return ViewFormat((self.dim,)) if view in self.views else None
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """Its only further view: raw."""
+        """Encode images in the one further view, raw."""
         return self.computed(images, self.model.image)
 
     @cached_property
@@ -255,7 +255,7 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
 
 
 class BertPair(OpenClipPair):
-    """With BERT as the text tower, which is not CLIP's: embeddings only."""
+    """A pair of towers with BERT for texts, which is not CLIP's text tower: it gives embeddings only."""
 
     towers: ClassVar[tuple[str, ...]] = ()
 

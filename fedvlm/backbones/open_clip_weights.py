@@ -85,7 +85,7 @@ def converted(weights: Params, names: Names) -> Params:
 
 
 def joined_pool(weights: Params) -> Params:
-    """With query, key and value of timm's attention pool in one matrix, as torch has them."""
+    """The weights with query, key and value of timm's attention pool in one matrix, as torch has them."""
     pool = "visual.trunk.attn_pool."
     parts = {f"{pool}{name}.{kind}" for name in ("q", "kv") for kind in ("weight", "bias")}
     if not parts <= weights.keys():

@@ -36,7 +36,7 @@ class Preprocessing:
         do_rescale: bool = True,
         do_normalize: bool = True,
     ) -> Mapping[str, Tensor]:
-        """Called as transformers' image processors are."""
+        """The processor's interface is that of transformers' image processors."""
         arrays = np.stack([np.asarray(self.resized(image), dtype=np.float32) for image in images])
         x = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
         x = x / 255 if do_rescale else x
@@ -55,7 +55,8 @@ class Preprocessing:
 
 
 def preprocessing_of(name: str, size: int, given: Mapping[str, object]) -> Preprocessing:
-    """By open_clip's `preprocess_cfg`; an error where it is missing or says what is not done here."""
+    """The preprocessing that open_clip's `preprocess_cfg` describes; an error where it is missing or says what is not
+    done here."""
     mean, std = (_three(given.get(key)) for key in ("mean", "std"))
     if mean is None or std is None:
         raise FedvlmError(
@@ -102,7 +103,7 @@ class TwoSteps:
         return torch.from_numpy(found)
 
     def gathered(self, pixels: Tensor) -> Tensor:
-        """As `values`, by torch, which takes several times as long as NumPy on a CPU."""
+        """The same numbers as `values`, by torch, which takes several times as long as NumPy on a CPU."""
         first = LEVELS * torch.arange(3, device=pixels.device, dtype=torch.int32)[:, None, None]
         return self.table.to(pixels.device).flatten()[pixels.int() + first]
 
@@ -150,7 +151,7 @@ def _resizer(processor: PreparesBatches) -> Callable[[Image.Image], Tensor] | No
 
 
 def _resized(image: Image.Image, short: int, crop: tuple[int, int], how: Image.Resampling) -> Image.Image:
-    """As transformers' CLIP processors do it."""
+    """The image resized in the same way as by transformers' CLIP processors."""
     image = image if image.mode == "RGB" else image.convert("RGB")
     least = min(image.size)
     width, height = (int(short * side / least) for side in image.size)

@@ -66,7 +66,7 @@ class PaddedTokenizer:
         return found
 
     def __call__(self, text: list[str], **options: bool | int) -> Mapping[str, list[list[int]]]:
-        """With add_special_tokens=False, the texts' tokens alone; else at most max_length, the end token included."""
+        """The texts' tokens alone where add_special_tokens=False; else at most max_length, the end token included."""
         cleaned = [t.lower() if self.keeps_punctuation else canonical(t) for t in text]
         ids = [e.ids for e in self.tokens.encode_batch(cleaned, add_special_tokens=False)]
         if options.get("add_special_tokens", True):

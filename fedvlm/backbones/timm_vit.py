@@ -91,7 +91,7 @@ class Patches(nn.Module):
 
 
 class Trunk(nn.Module):
-    """From normalised pixels to the class token's state; `rotates` makes it an EVA-02."""
+    """A vision transformer: normalised pixels to the class token's state; `rotates` makes it an EVA-02."""
 
     def __init__(self, weights: Params, rotates: bool, activation: Callable[[Tensor], Tensor]):
         super().__init__()

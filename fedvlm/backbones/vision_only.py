@@ -65,7 +65,7 @@ class Vision(HuggingFaceModel["PreTrainedModel"]):
         return ViewFormat((self.dim,)) if view in ("embedding", RAW) else None
 
     def encode(self, images: Sequence[Image.Image], view: str) -> Tensor:
-        """Its only further view: raw."""
+        """Encode images in the one further view, raw."""
         model = self.model  # loaded before threads ask for it
 
         def embeddings_of(pixels: Tensor) -> Tensor:

@@ -73,24 +73,9 @@ COMMANDS = {
         "run several methods under the same protocol and compare them",
         (Argument("words", {"nargs": "+", "metavar": "METHOD|key=value"}), CSV, LATEX),
     ),
-    "reproduce": Command(
-        "list the tables of the papers, run one, and show our numbers beside the published ones",
-        (
-            Argument("words", {"nargs": "*", "metavar": "PAPER|TABLE|key=value"}),
-            Argument(
-                "--dry",
-                {"action": "store_true", "help": "show which data are missing, and the cost; train nothing"},
-            ),
-            Argument(
-                "--rehearse",
-                {"action": "store_true", "help": "try it on made-up data and small models, within a minute"},
-            ),
-            CSV,
-        ),
-    ),
     "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT, FAIR)),
     "report": Command(
-        "write a self-contained HTML page of finished runs, or serve it while runs go on (--watch)",
+        "write a self-contained HTML page of finished runs",
         (
             RUNS,
             Argument("--out", {"default": "report.html", "metavar": "FILE"}),
@@ -112,21 +97,7 @@ COMMANDS = {
                 "--tsne",
                 {"action": "store_true", "help": "with --details: image features by t-SNE too; needs scikit-learn"},
             ),
-            Argument(
-                "--watch",
-                {"action": "store_true", "help": "serve the page on this machine while runs go on; no file"},
-            ),
-            Argument("--port", {"type": int, "default": 8750, "metavar": "N", "help": "of --watch; 0: any free one"}),
             TRUST,
-        ),
-    ),
-    "convert": Command(
-        "convert data of other projects: LEAF's json, CoOp's split files, DomainNet's lists, prostate MRI (NIfTI)",
-        (
-            Argument("kind", {"choices": ("leaf", "coop", "domainnet", "prostate")}),
-            Argument("source", {"metavar": "SOURCE"}),
-            Argument("out", {"metavar": "OUT", "help": "a new folder, or a .jsonl file for texts"}),
-            PAIRS,
         ),
     ),
     "resume": Command("continue runs that were stopped", (RUNS, TRUST)),
@@ -166,29 +137,9 @@ COMMANDS = {
             TRUST,
         ),
     ),
-    "push": Command(
-        "write a run or an export as a folder for the Hugging Face hub; uploads nothing",
-        (
-            Argument("run", {"metavar": "RUN|EXPORT"}),
-            Argument("folder", {"metavar": "FOLDER"}),
-            CLIENT,
-            WITH_BACKBONE,
-            ONNX,
-            TRUST,
-        ),
-    ),
     "evaluate": Command(
         "evaluate finished runs on more data, without training: outsiders=A,B corrupt=fog,snow data=OTHER",
         (RUN, PAIRS, TRUST, CSV),
-    ),
-    "attack": Command(
-        "measure what embeddings that clients sent reveal about their images",
-        (
-            RUNS,
-            Argument("--what-if", {"action": "store_true", "help": "also with other protections than the run's own"}),
-            TRUST,
-            CSV,
-        ),
     ),
     "ls": Command(
         "list methods, parts, data, backbones or runs",
@@ -252,7 +203,7 @@ first steps:
   fedvlm bench fedot fedclip fedavg data=FOLDER       a table of methods
   fedvlm run fedot --help                             every key of a method
 """
-GOES_ON = ("demo", "run", "bench", "reproduce", "resume")  # commands that, given again, go on where they stopped
+GOES_ON = ("demo", "run", "bench", "resume")  # commands that, given again, go on where they stopped
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 
@@ -296,8 +247,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def shown(error: Exception) -> str:
-    """Its lines without control characters; all but the first are indented, so that no name in them passes for a message
-    of ours."""
+    """The error's lines without control characters; all but the first are indented, so that no name in them passes for
+    a message of ours."""
     return "\n  ".join(printable(line.strip()) for line in str(error).splitlines()[:20])
 
 
@@ -324,12 +275,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _meant(word: str) -> str:
-    """Which command a word may mean: one by another name, a method, or one that is spelt like it."""
+    """The command that a word may mean: one that is spelt like it, or `run` before the name of a method."""
     from fedvlm.config import recipe
-    from fedvlm.config.words import COMMANDS as ELSEWHERE
 
-    if meant := ELSEWHERE.get(word.lower()):
-        return f"did you mean {meant}?"
     if word in recipe.names():
         return f"{word} is a method: fedvlm run {word}"
     return nearest(word, COMMANDS)
@@ -338,15 +286,17 @@ def _meant(word: str) -> str:
 def _as_key(word: str, words: list[str]) -> str:
     """`--lr 0.1` as lr=0.1, where there is such a key."""
     from fedvlm.config import catalogue
-    from fedvlm.config.words import key, option
 
     known = catalogue.load()
     every = {k.name for k in known.run} | {
         k.name for kind in known.parts.values() for p in kind.values() for k in p.keys
     }
-    if not word.startswith("--") or key(word.lstrip("-").partition("=")[0]) not in every:
+    name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+    if not word.startswith("--") or name not in every:
         return ""
-    return f"; keys are written {option(word, ''.join(words[words.index(word) + 1 :][:1]))}"
+    following = words[words.index(word) + 1 :][:1]
+    value = value or next((w for w in following if "=" not in w and not w.startswith("-")), "…")
+    return f"; keys are written {name}={value}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ DEFAULTS = {
     "protocol": "leave-one-domain-out",
     "seeds": "50,77,98",
     "rounds": "10",
-    "evaluate": "2",
+    "evaluate_every": "2",
     "out": "runs/demo",
 }
 

@@ -18,7 +18,6 @@ EXTRAS = (
     ("dp", "dp-accounting"),
     ("secure", "cryptography"),
     ("nvflare", "nvflare"),
-    ("search", "optuna"),
     ("tracking", "tensorboard"),
 )  # and a package of each
 MINIMUM_SPACE = 1 << 30  # bytes

@@ -1,1 +1,1 @@
-"""From what a user gives (keys, recipes, files) to the setup of a run."""
+"""Turn what a user gives (keys, recipes, files) into the setup of a run."""

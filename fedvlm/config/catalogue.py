@@ -2,7 +2,7 @@
 
 `fedvlm ls`, `show`, completion and the check of a command line read it instead of importing torch. The package ships
 catalogue.json; where the files it was made from have changed since, it is made anew (in the cache). Refresh the shipped
-one with `python -m fedvlm.config.catalogue`.
+one with `python tools/keys_page.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fedvlm import parts
 from fedvlm.config import recipe
 from fedvlm.config.keys import Key, keys_of
-from fedvlm.core.ranges import Range
+from fedvlm.core.ranges import Purpose, Range, Trait
 from fedvlm.errors import FedvlmError
 from fedvlm.system import files
 from fedvlm.system.machine import cache_home
@@ -37,6 +37,9 @@ SOURCES = (
     "federation/engines/*.py",
     *(f"backbones/{name}.py" for name in ("hf", "siglip", "open_clip", "vision_only", "pixels")),
 )
+
+
+TUPLES = ("choices", "traits", "decisive")  # entries of a key that are lists in JSON
 
 
 class PartInfo(NamedTuple):
@@ -77,7 +80,8 @@ class Catalogue(NamedTuple):
         digest, run, kinds, methods, presets, backbones = json.loads(text)
 
         def keys(given: list[list[object]]) -> list[Key]:
-            return [Key(*k)._replace(choices=tuple(k[4]), range=Range(*k[6])) for k in given]  # type: ignore
+            named = [dict(zip(Key._fields, k, strict=True)) for k in given]
+            return [Key(**k | {f: tuple(k[f]) for f in TUPLES} | {"range": Range(*k["range"])}) for k in named]  # type: ignore
 
         found = {
             kind: {name: PartInfo(keys(given), *rest) for name, (given, *rest) in known.items()}
@@ -116,6 +120,22 @@ def read(path: Path, digest: str) -> Catalogue | None:
     except (OSError, ValueError, TypeError, AttributeError, LookupError):  # damaged, or of another version
         return None
     return found if found.digest == digest else None
+
+
+@cache
+def run_keys() -> dict[str, Key]:
+    """The keys of a run itself, by name."""
+    return {key.name: key for key in load().run}
+
+
+def with_trait(*traits: Trait) -> list[str]:
+    """The names of a run's keys that have one of these traits."""
+    return [name for name, key in run_keys().items() if {*traits} & {*key.traits}]
+
+
+def for_purpose(*purposes: Purpose) -> list[str]:
+    """The names of a run's keys that are for one of these purposes."""
+    return [name for name, key in run_keys().items() if key.purpose in purposes]
 
 
 def keys(kind: str, name: str) -> list[Key]:
@@ -185,14 +205,3 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
     private = dict.fromkeys("a copy" if k.startswith(COPY) else k for k in method.newcomer)
     size = (nbytes(method.initial) + method.upload_bytes * method.trains) / 1e3
     return ", ".join(private) or "–", f"{size:.3g}" if size < 1000 else f"{float(f'{size:.3g}'):,.0f}"
-
-
-if __name__ == "__main__":
-    from fedvlm.config import catalogue, reference  # this file as a module, whose types reference.py knows
-
-    made = catalogue.make(current_digest())
-    SHIPPED.write_text(made.to_json() + "\n", encoding="utf-8")
-    recipe.write_published()
-    if reference.PAGE.parent.is_dir():
-        reference.PAGE.write_text(reference.page(made), encoding="utf-8")
-    print(f"wrote {SHIPPED.name}, {recipe.PUBLISHED.name} and {reference.PAGE.name}")

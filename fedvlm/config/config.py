@@ -1,25 +1,26 @@
-"""From `fedvlm run fedot data=… lr=…` to a setup. The dataclasses' fields are the keys; there is no second list.
+"""Turn `fedvlm run fedot data=… lr=…` into a setup. The dataclasses' fields are the keys; each says beside it what it is
+like (the traits of `core/ranges.py`), and no other list classifies keys.
 
 What counts, weakest first: a field's default · the paper's settings (the recipe) · settings for this backbone, chosen on
-validation (`settings=paper` leaves them out) · the user's own recipe · the command line.
+validation (`values=paper` leaves them out) · the user's own recipe · the command line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from fedvlm import parts
-from fedvlm.config import catalogue, recipe, words
-from fedvlm.config.keys import RENAMED, Key, unknown
-from fedvlm.config.listed import with_files_read
-from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Range, Share, Whole
+from fedvlm.config import catalogue, recipe
+from fedvlm.config.key_files import with_files_read
+from fedvlm.config.keys import Key, unknown
+from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Purpose, Range, Share, Trait, Whole, default
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -29,26 +30,8 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "command line"
 RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
+POOLED, POOL = "pooled", "pool"  # the partition in which one more client trains on the images of all, and its name
 OPEN = "base-to-novel"  # the protocol that keeps half of the classes from everybody
-# keys that do not change a run's numbers
-NOT_BINDING = (
-    "federation",
-    "out",
-    "seeds",
-    "jobs",
-    "launcher",
-    "launch",
-    "workers",
-    "encode",  # see `binding`
-    "protocol",
-    "timeout",
-    "grace",
-    "device",
-    "names",
-    "split_file",
-    "log",
-)
-
 Partition = Literal[
     "auto",
     "client",
@@ -67,47 +50,82 @@ WEEKS = 1_000_000  # seconds; some systems cannot wait for more than 49 days
 
 
 @dataclass(frozen=True)
+class DataKeys:
+    """Which examples there are, and how the frozen model encodes them."""
+
+    purpose: ClassVar[Purpose] = "data"
+
+    data: str = default(
+        "emoji", "free", "path", "site"
+    )  # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
+    backbone: str = default(
+        "mini-clip", "free", "path", "site"
+    )  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
+    encode: Literal["full", "tf32", "half"] = default(
+        "full", decisive=("tf32", "half")
+    )  # precision of encoding images: float32, TF32, bfloat16; the last two are faster on a GPU
+    template: str = "a photo of a {}"  # phrase for a class name; several (commas, FILE, clip) are averaged
+    names: str = default("", "unbound", "path", "central")  # class names by folder, .json or .csv; "": the folders' own
+    split_file: str = default("", "unbound", "path", "central")  # as split=FILE: CoOp's, with images, classes and split
+    group: str = ""  # regular expression: files that agree in its first group (a patient) get the same split
+    domains: Whole = default(0, "free", "site")  # use so many domains (sites, roles), drawn by a hash of names; 0: all
+    classes: tuple[str, ...] = default(
+        (), "free", "central", "classes"
+    )  # use only these classes: classes=dog,cat, or a file of names; empty: all
+    stride: Count = default(8, "free")  # text: characters from one example to the next
+    broken: Literal["skip", "refuse"] = default("skip", "free")  # unreadable images: leave out and list them, or stop
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which client holds what."""
 
-    partition: Partition = "auto"  # auto: the clients that the data name, else one per domain, else dirichlet
+    purpose: ClassVar[Purpose] = "clients"
+
+    partition: Partition = default("auto", "central")  # auto: the data's clients, else one per domain, else dirichlet
     clients: Annotated[int, Range(1, 1_000_000)] = 10  # number of clients; domain-iid, domain-dirichlet: per domain
     alpha: Annotated[float, Range(1e-9)] = 0.5  # dirichlet: concentration; smaller values are more skewed
     per_client: Whole = 0  # pathological: classes per client, which may overlap; 0: each class to one client
     shots: Whole = 0  # training images per class and client; 0: all
     split: tuple[Proportion, Proportion, Proportion] = (60, 20, 20)  # train, val, test in %; or split=FILE, CoOp's json
-    unseen: tuple[str, ...] = ()  # domains (or clients) that are held out of training
-    unseen_split: Literal["test", "all"] = "test"  # images of unseen domains that are scored
+    unseen: tuple[str, ...] = default((), "varies", "site")  # domains (or clients) that are held out of training
+    unseen_split: Literal["test", "all"] = default("test", "central")  # images of unseen domains that are scored
     centre: Literal["none", "own"] = "none"  # own: each client, also a new one, subtracts the mean of its embeddings
-    score: Literal["own", "domain", "all"] = (
-        "own"  # test images to score on: the client's own, its domain's, or those of all clients that train
-    )
+    score: Literal["own", "domain", "all"] = default(
+        "own", "central"
+    )  # test images to score on: the client's own, its domain's, or those of all clients that train
 
 
 @dataclass(frozen=True)
-class Config(Layout):
-    """What a run is, beside its method's three parts."""
+class EvaluationKeys:
+    """What is held out and measured, over which seeds."""
 
-    data: str = "emoji"  # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
-    backbone: str = "mini-clip"  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
-    encode: Literal["full", "tf32", "half"] = (
-        "full"  # precision of encoding images: float32, TF32, bfloat16; the last two are faster on a GPU
-    )
-    template: str = "a photo of a {}"  # phrase for a class name; several (commas, FILE, clip) are averaged
-    names: str = ""  # a .json or .csv file of class names by folder; "": the names of the folders
-    split_file: str = ""  # as split=FILE: CoOp's split file, which gives images, classes and split
-    group: str = ""  # regular expression: files that agree in its first group (a patient) get the same split
-    domains: Whole = 0  # use only this many domains (sites, roles), drawn by a hash of their names; 0: all
-    classes: tuple[str, ...] = ()  # use only these classes: classes=dog,cat, or a file of names; empty: all
-    stride: Count = 8  # text: characters from one example to the next
-    outsiders: str = ""  # a folder of images of no class: records how well models detect them (auroc, fpr95)
-    corrupt: Annotated[int, Range(0, 75)] = 0  # corrupted copies per test image (15 kinds × 5 severities); records cacc
-    metrics: tuple[str, ...] = ()  # further metrics to record: ece, macro_f1, or a file or module of your own
-    broken: Literal["skip", "refuse"] = "skip"  # unreadable images: leave out and list them, or stop
-    settings: Literal["tuned", "paper"] = "tuned"  # paper: ignore settings that were tuned for the backbone
-    protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = (
-        "one"  # what is held out: what unseen= names, each domain in turn, or half of the classes
-    )
+    purpose: ClassVar[Purpose] = "evaluation"
+
+    outsiders: str = default(
+        "", "path", "central", "classes"
+    )  # a folder of images of no class: records how well models detect them (auroc, fpr95)
+    corrupt: Annotated[int, Range(0, 75)] = default(
+        0, "classes"
+    )  # corrupted copies per test image (15 kinds × 5 severities); records cacc
+    metrics: tuple[str, ...] = default(
+        (), "free", "varies"
+    )  # further metrics to record: ece, macro_f1, or a file or module of your own
+    protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = default(
+        "one", "central", "classes", decisive=(OPEN,)
+    )  # what is held out: what unseen= names, each domain in turn, or half of the classes
+    personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
+    seed: Seed = default(50, "varies")  # draws splits, partitions, initial values and batches; same seed, same run
+    seeds: tuple[Seed, ...] = default((), "unbound", "asker")  # several runs, one per seed
+
+
+@dataclass(frozen=True)
+class TrainingKeys:
+    """The rounds, and who takes part in them; nothing of it concerns a method that trains nothing."""
+
+    purpose: ClassVar[Purpose] = "training"
+
+    values: Literal["tuned", "paper"] = default("tuned", "free")  # paper: ignore settings tuned for the backbone
     rounds: Whole = 50  # number of communication rounds; 0: no training
     participation: PositiveShare = 1.0  # share of clients that are asked per round
     sampling: Literal["fixed", "poisson"] = (
@@ -115,7 +133,18 @@ class Config(Layout):
     )
     dropout: Share = 0.0  # simulated failures: share of asked clients that do not answer
     quorum: Share = 0.5  # share of asked clients that must answer for a round to count
-    bound: NotNegative = 5.0  # updates longer than this multiple of the round's median are scaled down to it; 0: never
+    bound: NotNegative = default(
+        5.0, "tuned"
+    )  # updates longer than this multiple of the round's median are scaled down to it; 0: never
+    evaluate_every: Count = default(1, "selection")  # rounds between evaluations; the last round is always evaluated
+
+
+@dataclass(frozen=True)
+class PrivacyKeys:
+    """Differential privacy."""
+
+    purpose: ClassVar[Purpose] = "privacy"
+
     dp: Literal["none", "client", "example"] = (
         "none"  # differential privacy for each client or each example (docs/privacy.md)
     )
@@ -124,20 +153,49 @@ class Config(Layout):
         0.0  # dp: δ; 0: 1/n^1.1 for n clients (dp=example: n examples of the smallest client)
     )
     noise_multiplier: NotNegative = 0.0  # dp: standard deviation of the noise divided by clip_norm=; 0: from epsilon=
-    clip_norm: Positive = 1.0  # dp: norm to which a client's update (or an example's gradient) is clipped
-    clip_quantile: Annotated[float, Range(0, 1, below=True)] = (
-        0.0  # dp=client: clip_norm= follows this quantile; 0: fixed
-    )
+    clip_norm: Positive = default(
+        1.0, "tuned"
+    )  # dp: norm to which a client's update (or an example's gradient) is clipped
+    clip_quantile: Annotated[float, Range(0, 1, below=True)] = default(
+        0.0, "tuned"
+    )  # dp=client: clip_norm= follows this quantile; 0: fixed
     noise_at: Literal["server", "client"] = (
         "server"  # dp=client: who adds the noise; client: needs no trust in the server
     )
+
+
+@dataclass(frozen=True)
+class SecureKeys:
+    """Secure aggregation."""
+
+    purpose: ClassVar[Purpose] = "secure aggregation"
+
     secure: bool = False  # secure aggregation: the server sees only sums of updates (docs/secure.md)
     threshold: Annotated[float, Range(0.5, 1, above=True)] = 0.6  # secure: share of asked clients that must be in a sum
     secure_range: Positive = 64.0  # secure: values of an update are clipped to ± this; smaller ranges send fewer bytes
-    federation: str = ""  # admin.zip of a federation: the run uses its sites (docs/federation.md)
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """How the clients of a run are computed, which changes numbers by rounding at most."""
+
+    purpose: ClassVar[Purpose] = "engine"
+    traits: ClassVar[tuple[Trait, ...]] = ("free", "varies")
+
     engine: str = "auto"  # auto, serial, stacked, loopback, an installed engine, or a file or module of your own
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: an NVIDIA GPU, if any, for networks and prompts
     chunk: Whole = 0  # number of clients computed together; 0: chosen automatically
+    threads: Annotated[int, Range(1, 1024)] = 1  # CPU threads for training; small steps do not get faster with more
+
+
+@dataclass(frozen=True)
+class OutputKeys:
+    """The places where runs are computed and recorded, which change none of their numbers."""
+
+    purpose: ClassVar[Purpose] = "output"
+    traits: ClassVar[tuple[Trait, ...]] = ("unbound",)
+
+    federation: str = default("", "asker")  # admin.zip of a federation: the run uses its sites (docs/federation.md)
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: an NVIDIA GPU, if any, for networks and prompts
     workers: Annotated[int, Range(1, 64)] = (
         1  # stacked, serial: processes that share the clients of a run, over all GPUs
     )
@@ -145,18 +203,28 @@ class Config(Layout):
     grace: Annotated[float, Range(0, WEEKS)] = (
         60.0  # loopback: seconds that the others still have once a quorum has answered
     )
-    personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
-    evaluate: Count = 1  # rounds between evaluations; the last round is always evaluated
-    threads: Annotated[int, Range(1, 1024)] = 1  # CPU threads for training; small steps do not get faster with more
-    seed: Seed = 50  # seed of splits, partitions, initial values and batches; the same seed gives the same run
-    seeds: tuple[Seed, ...] = ()  # several runs, one per seed
-    jobs: Whole = 0  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
-    launcher: Literal["none", "slurm", "ray"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
+    jobs: Whole = default(
+        0, "asker"
+    )  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
+    launcher: Literal["none", "slurm"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
     launch: tuple[str, ...] = ()  # launcher: resources of a job, NAME:VALUE each, such as gpus_per_node:1
     log: tuple[
         Literal["tensorboard", "wandb", "mlflow"], ...
     ] = ()  # trackers that also record the numbers of each round
-    out: str = ""  # run: the run's folder; several runs: the folder that holds them
+    out: str = default("", "asker")  # run: the run's folder; several runs: the folder that holds them
+
+
+TRAINING: tuple[Purpose, ...] = ("training", "privacy", "secure aggregation")  # of keys that say nothing without it
+
+
+# dataclasses list the fields of the last base first
+@dataclass(frozen=True)
+class Config(OutputKeys, EngineKeys, SecureKeys, PrivacyKeys, TrainingKeys, EvaluationKeys, Layout, DataKeys):
+    """What a run is, beside its method's three parts."""
+
+    def changed(self, keys: Iterable[str]) -> list[str]:
+        """Which of these keys do not have their defaults."""
+        return [key for key in keys if getattr(self, key) != getattr(Config(), key)]
 
 
 @dataclass(frozen=True)
@@ -168,7 +236,7 @@ class Setup:
     parts: dict[str, PartRecord]  # adapter, local, merge, engine, and metric-NAME for each of metrics=
     given: Settings = field(default_factory=dict)  # what the user asked for
     origins: dict[str, str] = field(default_factory=dict)  # home.key → where its value comes from; absent: the default
-    codes: dict[str, own.Code] = field(default_factory=dict)  # of parts that are the user's own
+    codes: dict[str, user_code.Code] = field(default_factory=dict)  # of parts that are the user's own
 
     @cached_property
     def adapter(self) -> Adapter:
@@ -207,6 +275,10 @@ class Setup:
     def with_(self, **changes: object) -> Setup:
         return replace(self, config=replace(self.config, **changes))  # type: ignore[arg-type]
 
+    def with_defaults(self, keys: Iterable[str]) -> Setup:
+        """The setup in which these keys of the run have their defaults."""
+        return self.with_(**{key: getattr(Config(), key) for key in keys})
+
     def settings(self) -> Settings:
         """The run's own keys, as plain data."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.config).items()}
@@ -221,7 +293,7 @@ class Setup:
     @classmethod
     def from_record(cls, record: RunRecord, folder: Path) -> Setup:
         """The setup that a run folder holds; nothing is looked up in today's recipes."""
-        known = {k.name: k for k in catalogue.load().run}
+        known = catalogue.run_keys()
         homes = {"adapter": record.adapter, "local": record.local, "merge": record.merge, "engine": record.engine}
         homes |= {f"metric-{m.name}": PartRecord(m.name, m.settings, m.code, m.digest) for m in record.metrics}
         try:
@@ -231,15 +303,14 @@ class Setup:
         except FedvlmError as error:
             raise FedvlmError(f"{folder / 'run.json'}: {error}") from None
         config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
-        codes = {h: own.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
+        codes = {h: user_code.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
         return cls(record.method, config, homes, record.given, {}, codes)
 
 
 def binding(settings: Mapping[str, Value]) -> dict[str, Value]:
-    """The run's keys that change its numbers; of the protocols, the one that removes classes does, and of the precisions
-    all but the usual one."""
-    chosen = (("protocol", OPEN), ("encode", "tf32"), ("encode", "half"))
-    return {k: v for k, v in settings.items() if k not in NOT_BINDING or (k, v) in chosen}
+    """The run's keys that change its numbers."""
+    known = catalogue.run_keys()
+    return {k: v for k, v in settings.items() if k not in known or known[k].binds(v)}
 
 
 def key_values(words: list[str]) -> dict[str, str]:
@@ -260,8 +331,8 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     asked_for, given = given, with_files_read(given)
     plan = recipe.load(method, on=str(given.get("on", "")))
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
-    asked = [layer.settings["settings"] for layer in plan.layers(backbone, tuned=False) if "settings" in layer.settings]
-    tuned = str(given.get("settings") or (asked or ["tuned"])[-1]) != "paper"
+    asked = [layer.settings["values"] for layer in plan.layers(backbone, tuned=False) if "values" in layer.settings]
+    tuned = str(given.get("values") or (asked or ["tuned"])[-1]) != "paper"
     names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
     keys: dict[str, list[Key]] = {"run": catalogue.load().run} | {a: catalogue.keys(a, n) for a, n in names.items()}
     layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
@@ -289,11 +360,11 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
                 origins[f"{home}.{name}"] = origin
     complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
-    codes = {a: own.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
+    codes = {a: user_code.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
     homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
     for spec, home in metrics.items():
         if _is_users("metric", spec):
-            codes[home] = own.read(f"metric={spec}", spec)
+            codes[home] = user_code.read(f"metric={spec}", spec)
         homes_[home] = part_record("metric", home.removeprefix("metric-"), complete[home], codes.get(home))
     homes_["engine"] = _engine(config.engine, codes)
     about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
@@ -307,7 +378,7 @@ def keys_of_method(method: str, given: Mapping[str, object]) -> dict[str, list[K
     return {"run": catalogue.load().run} | {axis: catalogue.keys(axis, name) for axis, name in names.items()}
 
 
-def part_record(kind: str, name: str, settings: Settings, code: own.Code | None) -> PartRecord:
+def part_record(kind: str, name: str, settings: Settings, code: user_code.Code | None) -> PartRecord:
     if code:
         return PartRecord(name, settings, code.entry, code.digest)
     return PartRecord(name, settings, digest=parts.installed_version(kind, name))
@@ -325,7 +396,7 @@ def check_settings(kind: str, part: PartRecord) -> None:
 
 
 def _is_users(kind: str, name: str) -> bool:
-    return own.is_own(name) and name not in parts.names(kind)
+    return user_code.is_own(name) and name not in parts.names(kind)
 
 
 def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
@@ -345,9 +416,9 @@ def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
     return found
 
 
-def _engine(name: str, codes: dict[str, own.Code]) -> PartRecord:
+def _engine(name: str, codes: dict[str, user_code.Code]) -> PartRecord:
     if _is_users("engine", name):
-        codes["engine"] = own.read(f"engine={name}", name)
+        codes["engine"] = user_code.read(f"engine={name}", name)
     elif name != "auto" and name not in parts.names("engine"):
         parts.find("engine", name)  # says what there is
     return part_record("engine", "stacked" if name == "auto" else name, {}, codes.get("engine"))
@@ -375,15 +446,11 @@ def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str)
 
 def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
     """An error that says which other part has this key, where one has."""
-    if RENAMED.get(key.rpartition(".")[2]) in _all_names(keys):
-        return unknown(key, _all_names(keys), where)
-    for meant in dict.fromkeys((key, words.key(key))):
-        for axis in parts.AXES if meant not in _all_names(keys) else ():
-            for other, info in catalogue.load().parts[axis].items():
-                if any(k.name == meant for k in info.keys):
-                    called = "" if meant == key else f" ({meant}=)"
-                    reason = f"{axis}={names[axis]} has none{called}, {axis}={other} has"
-                    return FedvlmError(f"{where}{key}= is not a key here: {reason}")
+    for axis in parts.AXES:
+        for other, info in catalogue.load().parts[axis].items():
+            if any(k.name == key for k in info.keys):
+                reason = f"{axis}={names[axis]} has none, {axis}={other} has"
+                return FedvlmError(f"{where}{key}= is not a key here: {reason}")
     return unknown(key, _all_names(keys), where)
 
 

@@ -14,35 +14,11 @@ import typing
 from collections.abc import Collection
 from typing import Annotated, Literal, NamedTuple, SupportsFloat, SupportsIndex, cast
 
-from fedvlm.config import words
-from fedvlm.core.ranges import Range
-from fedvlm.core.records import Value
+from fedvlm.core.ranges import Purpose, Range, Trait
+from fedvlm.core.records import Select, Value
 from fedvlm.errors import FedvlmError, nearest
 
 Scalar = int | float | str | bool | None
-RENAMED = {
-    "wander": "noise",
-    "relative": "relative_noise",
-    "tie": "kl_weight",
-    "explore": "ascent_steps",
-    "hold_outsiders": "outsider_penalty",
-    "hold": "penalty",
-    "evenness": "temperature",
-    "sparse": "l1",
-    "calm_rounds": "patience",
-    "calm": "tolerance",
-    "steady": "retain",
-    "relax": "relaxation",
-    "seemly": "class_like",
-    "reach": "step_size",
-    "pace": "weight_lr",
-    "blur": "upload_noise",
-    "groups": "upload_groups",
-    "upload": "upload_share",
-    "wholes": "global_prompts",
-    "details": "local_prompts",
-    "nearest": "patches",
-}  # keys of 0.1 and what they are called now
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -54,6 +30,18 @@ class Key(NamedTuple):
     choices: tuple[str | int, ...] = ()  # the only values; () any
     length: int = 0  # 0: a single value; −1: any number of values; n: exactly n
     range: Range = Range()
+    purpose: Purpose | Literal[""] = ""  # of a part's key none
+    traits: tuple[Trait, ...] = ()
+    decisive: tuple[str, ...] = ()  # the only values that change the numbers of a run; () all
+
+    def binds(self, value: Value) -> bool:
+        """Whether this value is one of those that decide the numbers of a run."""
+        return value in self.decisive if self.decisive else "unbound" not in self.traits
+
+    def fair(self, select: Select) -> bool:
+        """Whether rows of a fair table, which reports this round of each run, must agree in it."""
+        free = {"unbound", "free", "tuned", *(["selection"] if select == "last" else [])}
+        return not free & {*self.traits}
 
     def coerce(self, value: object, shown: str = "") -> Value:
         """A value as this key's type, or an error that says what would fit."""
@@ -76,11 +64,7 @@ class Key(NamedTuple):
         if self.choices:
             found = [c for c in self.choices if str(c) == str(value)]
             if not found:
-                meant = words.value(self.name, str(value))
-                known = (
-                    f"did you mean {meant}?" if meant in self.choices else nearest(str(value), map(str, self.choices))
-                )
-                raise FedvlmError(f"{name}={value}: {known}")
+                raise FedvlmError(f"{name}={value}: {nearest(str(value), map(str, self.choices))}")
             return found[0]
         if self.type == "bool":
             if str(value).lower() not in WORDS:
@@ -122,7 +106,15 @@ def whole_number(value: object) -> int:
 def keys_of(cls: type) -> list[Key]:
     """The fields of a dataclass."""
     hints, comments = typing.get_type_hints(cls, include_extras=True), comments_of(cls)
-    found = [key_of(f.name, hints[f.name], default_of(f), comments.get(f.name, "")) for f in dataclasses.fields(cls)]
+    homes = {name: vars(c) for c in reversed(cls.__mro__) for name in inspect.get_annotations(c)}
+    found = [
+        key_of(f.name, hints[f.name], default_of(f), comments.get(f.name, ""))._replace(
+            purpose=homes[f.name].get("purpose", ""),
+            traits=(*homes[f.name].get("traits", ()), *f.metadata.get("traits", ())),
+            decisive=f.metadata.get("decisive", ()),
+        )
+        for f in dataclasses.fields(cls)
+    ]
     return [k if k.default is None else k._replace(default=k.coerce(k.default)) for k in found]  # 60 becomes 60.0
 
 
@@ -180,11 +172,4 @@ def comments_by_line(source: str) -> dict[int, str]:
 
 
 def unknown(key: str, known: Collection[str], where: str = "") -> FedvlmError:
-    name = key.rpartition(".")[2]
-    if RENAMED.get(name) in known:
-        return FedvlmError(f"{where}{key}= is not a key here: it is now called {RENAMED[name]}=")
-    if words.key(name) != name and words.key(name) in known:
-        return FedvlmError(f"{where}{key}= is not a key here; use {words.key(name)}=")
-    if name in words.METHOD:
-        return FedvlmError(f"{where}{key}= is not a key here; name the method without it, as in `fedvlm run fedot`")
     return FedvlmError(f"{where}{key}= is not a key here; {nearest(key, known)}")

@@ -1,4 +1,4 @@
-"""Which kinds of backbone there are, what each offers, and which adapters can use it.
+"""The kinds of backbone there are, what each offers, and which adapters can use it.
 
 A class of backbones says what it offers by `views`, `towers` and `has_texts`; an adapter what it needs by `view` and
 `requires`. Whether it needs embeddings of the class names is tried on a task without them.

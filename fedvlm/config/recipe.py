@@ -2,7 +2,7 @@
 
 A recipe (`parts/recipes/NAME.yaml`, or a file of the user's own) names a method's adapter, local rule and merge, with its
 settings. A preset (`parts/recipes/on/NAME.yaml`) is a network that a method can be put on: `ga on=unet`.
-`studies/papers/tables/*.yaml` hold the numbers that papers report.
+`published.json` holds the numbers that papers report.
 
 Settings come in layers, weakest first. Without a preset, each recipe along `like` adds its `settings` and then what it has
 under `tuned` for the backbone in use; the recipe itself comes last, so that what it says overrides what it inherits. With a
@@ -13,14 +13,12 @@ depends on its adapter and cannot be put on a preset.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import yaml
 
@@ -37,8 +35,7 @@ Settings = dict[str, Value]
 
 RECIPES = Path(__file__).parent.parent / "parts" / "recipes"
 PRESETS = RECIPES / "on"
-PAPERS = Path(__file__).parent.parent / "studies" / "papers" / "tables"
-PUBLISHED = PAPERS / "published.json"  # made of the papers' main files
+PUBLISHED = Path(__file__).parent / "published.json"  # written by `python benchmarks/reproduce.py --publish`
 
 AXES = ("adapter", "local", "merge")
 RECIPE_KEYS = ("title", "idea", "paper", "like", *AXES, "settings", "tuned", "on")
@@ -46,20 +43,9 @@ PRESET_KEYS = ("title", "adapter", "settings", "tuned")
 ANY = "any"  # in a recipe's `on`: settings for every preset, weaker than those for the preset itself
 SYNTAX = "indent with spaces, and put text that holds ': ' or starts with a special character in quotes"
 LARGEST = 1 << 18  # bytes of a file
-ROW_KEYS = (
-    "title",
-    "method",
-    "on",
-    "also",
-    "settings",
-    "missing",
-    "note",
-)  # of a row of a table, beside its measures
-BESIDE = ("G", "P", "C", "local", "base", "novel", "hm")  # measures that tables of runs show beside their own
 DEEPEST = 20  # brackets or indents inside each other
 MOST_ALIASES = 10  # in a file: a few lines of aliases of aliases can stand for more than memory holds
 LONGEST_CHAIN = 20  # recipes, each like the next
-FORMER = {"promptfl": "prompt", "fedclip": "attention"}  # presets that were named after a method: promptfl-ga
 
 
 class Layer(NamedTuple):
@@ -193,8 +179,6 @@ def _locate(name: str) -> Path:
         return Path(name)
     if name in names():
         return RECIPES / f"{name}.yaml"
-    if combined := _combined(name):
-        raise FedvlmError(f"method {name}: recipes combine now; use: {combined[0]} on={combined[1]}")
     raise FedvlmError(f"method {name}: no such recipe; {nearest(name, names())} (`fedvlm ls methods`)")
 
 
@@ -203,16 +187,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that is too long, or a folder that may not be read
         return False
-
-
-def _combined(name: str) -> tuple[str, str] | None:
-    """Method and preset, where a name joins the two: ga-unet, promptfl-ga."""
-    known = names()
-    for word, preset in ({p: p for p in presets()} | FORMER).items():
-        for method in (name.removesuffix(f"-{word}"), name.removeprefix(f"{word}-")):
-            if method != name and method in known:
-                return method, preset
-    return None
 
 
 def _chain(path: Path, children: tuple[Path, ...]) -> list[File]:
@@ -241,10 +215,6 @@ def _parent(path: Path, like: str) -> Path:
         return parent
     if like in names():
         return RECIPES / f"{like}.yaml"
-    if combined := _combined(like):
-        method, preset = combined
-        advice = f"use like: {method}, move settings to on: {preset}:, and run it with on={preset}"
-        raise _wrong(path, f"like: {like}: recipes combine now; {advice}")
     raise _wrong(path, f"like: {like}: no such recipe; {nearest(like, names())} (`fedvlm ls methods`)")
 
 
@@ -416,37 +386,7 @@ def _check_nesting(text: str) -> None:
             raise yaml.constructor.ConstructorError(None, None, f"{problem}; write it plainly", mark)
 
 
-class PublishedTable(TypedDict, total=False):
-    """A table of a paper on one data set (docs/reproduce.md)."""
-
-    table: str
-    caption: str
-    part: str
-    data: str
-    backbone: str
-    settings: Settings  # the numbers hold under these settings only
-    run: Settings
-    rounds: int
-    seeds: list[int]
-    measures: list[str]
-    note: str
-    missing: str  # why no row can be run
-    select: str  # the round that is reported: last, or selected (on validation)
-    over: list[int | str]  # of a mean over data sets: the tables whose parts it is the mean of
-    sets: list[str]  # the data sets of that mean; left out: all of these tables
-    figure: str  # a picture of the rows' records or models (fedvlm/report/NAME.py)
-    rows: list[dict[str, Any]]  # ROW_KEYS, and the measures: a number, or [mean, std]
-
-
-class Paper(TypedDict):
-    """PAPERS/NAME.yaml; supplement/NAME.yaml has further tables of the same form, which only `reproduce` reads."""
-
-    paper: str
-    title: str
-    tables: list[PublishedTable]
-
-
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     method: str
     on: str
     data: str
@@ -454,56 +394,7 @@ class _Entry(NamedTuple):
     numbers: dict[str, float | str]
 
 
-def paper_names() -> list[str]:
-    return sorted(p.stem for p in PAPERS.glob("*.yaml"))
-
-
 @cache
-def paper(name: str) -> Paper:
-    return cast(Paper, parse(PAPERS / f"{name}.yaml", own=True))
-
-
-@cache
-def _published() -> tuple[_Entry, ...]:
-    """From PUBLISHED where it is fresh: YAML of this size takes longer than a command may that trains nothing."""
-    try:
-        stored = json.loads(PUBLISHED.read_text(encoding="utf-8"))
-        if stored["digest"] == _papers_digest():
-            return tuple(_Entry(*entry) for entry in stored["entries"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return _read_published()
-
-
-def _papers_digest() -> str:
-    made = hashlib.blake2b(digest_size=8)
-    for name in paper_names():
-        made.update((PAPERS / f"{name}.yaml").read_bytes().replace(b"\r\n", b"\n"))
-    return made.hexdigest()
-
-
-def write_published() -> None:
-    """Called by `python -m fedvlm.config.catalogue`."""
-    made = {"digest": _papers_digest(), "entries": _read_published()}
-    PUBLISHED.write_text(json.dumps(made, separators=(",", ":")) + "\n", encoding="utf-8")
-
-
-def _read_published() -> tuple[_Entry, ...]:
-    """The rows that a run can have beside it; a method with several rows in one table is left out: a sweep of settings."""
-    out = []
-    for known in map(paper, paper_names()):
-        for table in known["tables"]:
-            about = [f"{known['paper']} {table['table']}", table.get("backbone", ""), table.get("note", "")]
-            source = ", ".join(filter(None, about))
-            methods = Counter((row.get("method"), row.get("on")) for row in table["rows"])
-            for row in table["rows"]:
-                numbers = {m: row[m][0] if isinstance(row[m], list) else row[m] for m in BESIDE if m in row}
-                if not numbers or "method" not in row or methods[row["method"], row.get("on")] > 1:
-                    continue
-                own = f"{row['method']} on={row['on']}" if "on" in row else row["method"]
-                for label in (own, *row.get("also", [])):
-                    method, _, on = label.partition(" on=")
-                    out.append(
-                        _Entry(method, on, table["data"], table.get("settings", {}), numbers | {"source": source})
-                    )
-    return tuple(out)
+def _published() -> tuple[Entry, ...]:
+    """The numbers of benchmarks/papers/tables that a run can have beside it."""
+    return tuple(Entry(*entry) for entry in json.loads(PUBLISHED.read_text(encoding="utf-8")))

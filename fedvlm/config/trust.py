@@ -53,7 +53,7 @@ def refusal(asked: list[Need]) -> str:
 
 
 def remember(setup: Setup) -> None:
-    """What the user asked for needs no word from now on."""
+    """Mark all that the user's own setup names as trusted."""
     for need in needs(setup):
         allow(need)
 
@@ -70,7 +70,7 @@ def needs(setup: Setup, uses: Collection[str] = ()) -> list[Need]:
     if "merge" in setup.parts and (other := setup.parts["merge"].settings.get("text_backbone")):
         found += backbone_needs(str(other))
     if not uses:
-        paths = {key: getattr(setup.config, key) for key in ("data", "outsiders", "names", "split_file")}
+        paths = {key: getattr(setup.config, key) for key in catalogue.with_trait("path") if key != "backbone"}
         if kit := setup.config.federation:  # the data are at its sites
             found.append(Need("contact", f"the federation of {absolute(kit)}", ("federation", absolute(kit))))
             paths.pop("data")
@@ -79,8 +79,8 @@ def needs(setup: Setup, uses: Collection[str] = ()) -> list[Need]:
 
 
 def part_needs(setup: Setup, home: str) -> list[Need]:
-    """Of a name that is not fedvlm's own, only what the folder itself holds or an installed package declares is ever
-    imported."""
+    """What a part would do. If its name is not fedvlm's own, only what the folder itself holds or an installed package
+    declares is ever imported."""
     kind, part = kind_of(home), setup.parts[home]
     code = setup.codes.get(home)
     if code is not None:

@@ -189,7 +189,7 @@ class HasDetectionScores(Protocol):
     """It has its own scores for out-of-distribution detection; the default is in core/detection.py."""
 
     def detection_scores(self, task: Task, params: Params, x: Tensor) -> dict[str, Tensor]:
-        """By name of the score, [clients, examples]; higher is more in-distribution."""
+        """Detection scores by name, [clients, examples]; higher is more in-distribution."""
         ...
 
 

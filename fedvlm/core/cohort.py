@@ -77,7 +77,7 @@ class Cohort:
         self.effects |= {name: [value] for name, value in effects.items()}
 
     def sums(self, merge: Merge, model: Model, message: Message) -> Params:
-        """Has the clients train; the sums over them of the merge's `summands`, and nothing of single clients."""
+        """Train, and return the sums over clients of the merge's `summands`, and nothing of single clients."""
         if self.secure is None:
             raise ValueError("sums are asked for with secure=true only")
         asked, clients = self._to_ask()
@@ -139,7 +139,7 @@ class Cohort:
         return Reply(ids[order], joined([r.values for r in replies]), joined([r.shared for r in replies]))
 
     def ask_some(self, ids: np.ndarray, step: str, message: Message) -> Reply:
-        """As `ask`, for these clients only; the bytes count for this cohort."""
+        """Ask these clients only, otherwise like `ask`; the bytes count for this cohort."""
         part = replace(self, ids=ids, notes={})
         try:
             return part.ask(step, message)

@@ -71,11 +71,12 @@ class Data:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of losses and weights: the dtype of x where that is float32 or float64 (not pixels, characters, float16)."""
+        """The dtype of losses and weights: that of x where it is float32 or float64 (not pixels, characters,
+        float16)."""
         return self.x.dtype if self.x.dtype in (torch.float32, torch.float64) else torch.get_default_dtype()
 
     def tensor(self, values: np.ndarray) -> Tensor:
-        """As a tensor on the device of the examples."""
+        """A tensor of these values on the device of the examples."""
         return torch.from_numpy(values).to(self.x.device)
 
     def sizes(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core.data import Batch, Data
-from fedvlm.core.ranges import Count, NotNegative, Positive, Range, Share
+from fedvlm.core.ranges import Count, NotNegative, Positive, Range, Share, default
 from fedvlm.core.state import Params, is_running_statistic
 
 Loss = Callable[[Params, Batch], Tensor]  # one number per client
@@ -26,8 +26,8 @@ class OptimiserSettings:
     """Optimiser settings of a client. Optimiser state is reset every round."""
 
     lr: Positive = 0.01  # learning rate on the clients
-    epochs: Count = 1  # passes over a client's training data per round
-    batch: Annotated[int, Range(1, 1_000_000)] = 32  # examples per step
+    epochs: Count = default(1, "effort")  # passes over a client's training data per round
+    batch: Annotated[int, Range(1, 1_000_000)] = default(32, "effort")  # examples per step
     optimiser: Literal["sgd", "adam", "adamw"] = "sgd"  # as in torch.optim
     momentum: Share = 0.0  # sgd only; 0: none
     weight_decay: NotNegative = 0.0  # 0: none
@@ -54,7 +54,7 @@ def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients:
 def optimise_in_turns(
     settings: OptimiserSettings, groups: Sequence[tuple[Params, Gradients]], data: Data, updates: int = 1
 ) -> Tensor:
-    """As `optimise`, with a group of parameters a batch, one group after the other."""
+    """Train like `optimise`, with a group of parameters a batch, one group after the other."""
     total = torch.zeros(len(data), dtype=data.dtype, device=data.x.device)
     steps = np.ceil(data.counts("train") / settings.batch) * settings.epochs
     turns = [(params, gradients, Optimiser(settings, params)) for params, gradients in groups if params]

@@ -39,11 +39,9 @@ class Local(OptimiserSettings):
 
     adapts: ClassVar[bool] = False  # whether `adapt` changes the personal model at test time
     partner: ClassVar[str] = ""  # the only merge it works with; "" any
-    # of train, fit and personal_copy, overrides that dp=example covers: they read the client's data by `optimise` alone
+    # overrides of train, fit and personal_copy that are safe under dp=example: they read the data by `optimise` alone
     covered: ClassVar[tuple[str, ...]] = ()
-    one_round: ClassVar[bool] = (
-        False  # whether a round with all clients says everything, so that others would repeat it
-    )
+    one_round: ClassVar[bool] = False  # True if further rounds would not change the result
     # What its mechanism does in a round, by name, with the meaning in words. `fit` returns these numbers, [clients] each,
     # beside the loss; the round's record has their medians, so that a reader sees whether the mechanism acts.
     effects: ClassVar[Mapping[str, str]] = {}
@@ -99,7 +97,8 @@ class Adjusts(Protocol):
 
 @runtime_checkable
 class ReleasesOnce(Protocol):
-    """With dp=example it adds noise to what it sends, once a round and of all examples, instead of training with noise."""
+    """A local rule that, with dp=example, adds noise once a round to what it sends of all examples, instead of training
+    with noise."""
 
     def uncovered(self, merge: Merge) -> str:
         """Why the noise would not cover all that clients send; "" where it does."""

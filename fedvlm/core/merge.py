@@ -117,7 +117,7 @@ class Merge:
         return state._replace(shared=self.from_sums(state, sums))
 
     def gather(self, state: State, cohort: Cohort) -> Replies:
-        """Has the clients train; returns all replies, and records what `cosine` and `gaps` ask for."""
+        """Train; return all replies, and record what `cosine` and `gaps` ask for."""
         reply = cohort.ask("train", state.message())
         agreement, gaps = Agreement(self.cosine), Gaps(state.server)
         agreement.add(reply, state.shared)

@@ -32,7 +32,7 @@ class Metric:
     task_types: ClassVar[tuple[TaskType, ...]] = (CLASSIFICATION, NEXT_CHARACTER)
 
     def shape(self, model: Model) -> tuple[int, ...]:
-        """Of one client's statistic on one split; () is a number."""
+        """The shape of one client's statistic on one split; () is a number."""
         return ()
 
     def result(self, statistic: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ class ClientView:
         return self.labels_of(data)
 
     def detection_scores(self, data: str = "test") -> dict[str, Tensor]:
-        """By score (see core/detection.py), [examples]; higher is more in-distribution."""
+        """Detection scores (see core/detection.py) by name, [examples]; higher is more in-distribution."""
         return self.scores_of(data)
 
 

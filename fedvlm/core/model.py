@@ -23,11 +23,11 @@ class Model:
         return self.adapter.logits(self.task, params, x)
 
     def loss(self, objective: Objective, params: Params, batch: Batch) -> Tensor:
-        """In training, one number per client."""
+        """The loss that training minimises, one number per client."""
         return self.adapter.loss(objective, self.adapter.train_logits(self.task, params, batch), batch)
 
     def losses(self, params: Params, batch: Batch) -> Tensor:
-        """In training, one number per example."""
+        """The loss that training minimises, one number per example."""
         return self.adapter.losses(self.adapter.train_logits(self.task, params, batch), batch.y)
 
     def gradients(self, objective: Objective, held: Params | None = None) -> Gradients:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypedDict, TypeVar, cast
 
-from fedvlm.core.many import compact, expanded, summarised
+from fedvlm.core.client_names import compact, expanded, summarised
 from fedvlm.errors import FedvlmError
 
 FORMAT = 2  # of run.json; 1 had no number and did not hold the code of users' own parts
@@ -45,7 +45,7 @@ class RoundRecord(TypedDict, total=False):
     seconds: float
     void: str  # why the round changed nothing
     unscored: str  # why the round has no scores
-    missing: list[str]  # clients that are not in the scores; of more than 1,000, ranges (many.py)
+    missing: list[str]  # clients that are not in the scores; of more than 1,000, ranges (client_names.py)
     offences: dict[str, str]  # clients whose answers were refused, and why
     quarantined: list[str]  # clients that are no longer asked, after offences in three rounds
     late: list[str]  # clients that did not answer in time
@@ -229,7 +229,6 @@ class RunRecord:
     )  # client → domain; of many clients, those that are not alone in one
     result: Result | None = None
     format: int = FORMAT
-    legacy: bool = False  # converted from the first format, in which a run was not self-contained
 
     @property
     def seed(self) -> int:
@@ -264,17 +263,11 @@ class RunRecord:
     def from_json(cls, text: str) -> RunRecord:
         """Raises ValueError with a reason where the text is no record."""
         raw = parsed(text)
-        if "format" not in raw and "config" in raw:
-            try:
-                raw = from_first_format(raw)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"an entry of the first format is missing or wrong ({error})") from error
         if raw.get("format") != FORMAT:
             raise ValueError(f"format {raw.get('format')}, and this version of fedvlm reads {FORMAT}")
         for key in ("engine", "metrics", "result"):  # always written, although they have defaults
             if key not in raw:
                 raise ValueError(f"an entry is missing ({key})")
-        as_trained(raw.get("adapter"))
         found = build(cls, raw)
         found = dataclasses.replace(found, clients=expanded(found.clients))
         for key, hint in (("seed", int), ("rounds", int), ("unseen", list[str]), ("protocol", str)):
@@ -312,19 +305,10 @@ class ExportRecord:
         raw = parsed(text)
         if raw.get("format") != EXPORT_FORMAT:
             raise ValueError(f"format {raw.get('format')}, and this version of fedvlm reads {EXPORT_FORMAT}")
-        as_trained(raw.get("adapter"))
         found = build(cls, raw)
         if found.dim < 0 or not 0 < found.scale < math.inf or not found.classes:
             raise ValueError(f"dim={found.dim}, scale={found.scale}, {len(found.classes)} classes")
         return found
-
-
-def as_trained(adapter: object) -> None:
-    """FedCLIP's adapter got normalised embeddings before 0.3, when it had no width: one that was trained so keeps to it."""
-    if isinstance(adapter, dict) and adapter.get("name") == "attention":
-        settings = adapter.get("settings")
-        if isinstance(settings, dict) and "width" not in settings:
-            settings["unit"] = True
 
 
 def read_text(path: Path) -> str:
@@ -413,32 +397,6 @@ def _test(hint: Hashable) -> Callable[[object], bool]:
             type(value) is dict and needed <= value.keys() and all(known[k](v) for k, v in value.items() if k in known)
         )
     return lambda value: any(test(value) for test in tests)
-
-
-def from_first_format(raw: dict[str, object]) -> dict[str, object]:
-    """run.json as fedvlm 0.1 wrote it, for tables and pages; such a run is marked `legacy`: it cannot go on."""
-    config = dict(cast(dict[str, object], raw["config"]))
-    parts: dict[str, object] = {}
-    for axis in ("adapter", "local", "merge"):
-        ((name, settings),) = cast(dict[str, object], config.pop(axis)).items()
-        parts[axis] = {"name": name, "settings": settings}
-    backbone = cast(dict[str, object], raw["backbone"])
-    name, _, fingerprint = str(backbone["name"]).rpartition("@")
-    data = {"metric": "accuracy", "novel": [], "nouns": [], "skipped": {}} | cast(dict[str, object], raw["data"])
-    kept = ("identity", "given", "versions", "started", "clients", "homes", "reveals")
-    return {
-        "format": FORMAT,
-        "legacy": True,
-        "method": {"name": raw["method"]},
-        "backbone": backbone | {"name": name, "fingerprint": fingerprint},
-        "config": {k: v for k, v in config.items() if k != "method"},
-        "data": data,
-        "metrics": [],
-        "engine": {"name": "stacked"},
-        "result": raw.get("result"),
-        **parts,
-        **{k: raw[k] for k in kept if k in raw},
-    }
 
 
 def words(record: RoundRecord) -> str:

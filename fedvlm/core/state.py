@@ -17,11 +17,11 @@ from torch import Tensor
 Params = dict[str, Tensor]  # flat, so that a safetensors file can hold it
 Note = float | str | dict[int, float] | list[int]  # what is recorded of a round: a number, a word, or by client
 
-EFFECT = "effect."  # prefix of what a local rule tells of its mechanism (Local.effects) among a reply's values
+EFFECT = "effect."  # name prefix of a local rule's diagnostics (Local.effects) in a reply
 
 
 class State(NamedTuple):
-    """All that a run is on the server; together with the clients' private rows it resumes bit for bit."""
+    """The server's state between rounds; together with the clients' private rows it resumes bit for bit."""
 
     shared: Params  # parameters that every client may read
     private: Params  # the row a new client starts from; a client's own row never travels

@@ -1,1 +1,1 @@
-"""From images to a federation: where they are, who holds them, how they are split, what the frozen model sees."""
+"""Make a federation of images: find them, assign them to clients, split them, and encode them with the frozen model."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedvlm.config.config import OPEN, Layout
+from fedvlm.config.config import OPEN, POOL, POOLED, Layout
 from fedvlm.core.adapter import Task
 from fedvlm.core.data import SPLITS, Data, Extra
 from fedvlm.core.seeds import key
@@ -93,7 +93,7 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     federation = with_shared_tests(federation, layout)
     if layout.centre == "own":
         federation = replace(federation, data=centred(federation.data))
-    return _pooled(federation) if layout.partition == "pooled" else federation
+    return _pooled(federation) if layout.partition == POOLED else federation
 
 
 def split_of(
@@ -171,7 +171,7 @@ def _base_and_novel(pool: Pool, y: np.ndarray, part: np.ndarray) -> dict[str, Ex
 
 
 def _pooled(federation: Federation) -> Federation:
-    """With one more client, which holds the training rows of all that could train."""
+    """Add a client that holds the training rows of all that could train."""
     d = federation.data
     rows = torch.cat([torch.arange(*d.bounds[i, :2].tolist()) for i in federation.seen])
     end = len(d.x) + len(rows)
@@ -182,8 +182,8 @@ def _pooled(federation: Federation) -> Federation:
     items = np.concatenate([federation.items, federation.items[rows.numpy()]])
     return replace(
         federation,
-        names=(*federation.names, "pool"),
-        domains=(*federation.domains, "pool"),
+        names=(*federation.names, POOL),
+        domains=(*federation.domains, POOL),
         data=data,
         items=items,
         pooled=True,
@@ -226,7 +226,7 @@ def _owners(
         home = np.zeros(len(client.names), np.int64)
         home[client.codes] = place
         return client.codes, list(client.names), [known[k] for k in home.tolist()]
-    if kind in ("domain", "pooled"):
+    if kind in ("domain", POOLED):
         return place, known, known
     if kind in ("domain-iid", "domain-dirichlet"):
         owner, names = np.zeros(len(y), np.int64), []

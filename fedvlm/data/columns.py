@@ -28,7 +28,7 @@ class Words(Sequence[str]):
 
     @classmethod
     def coded(cls, names: Sequence[str], codes: np.ndarray) -> Words:
-        """Of names in any order, also with repetitions or without a place."""
+        """Words of names in any order, also with repetitions or without a place."""
         if len(names) == 1:
             return cls(names, constant(len(codes)))
         used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
@@ -84,7 +84,7 @@ class NumberedItems(Sequence["Item"]):
 
 
 def constant(count: int) -> np.ndarray:
-    """So many zeros, which take no memory."""
+    """An array of zeros of this length that takes no memory."""
     return np.broadcast_to(np.zeros((), np.int64), count)
 
 

@@ -185,7 +185,7 @@ def spatter(x: Pixels, strength: tuple[float, float], scale: float, draw: Draw) 
 
 
 def saturate(x: Pixels, factor: float, scale: float, draw: Draw) -> Pixels:
-    """In HSV space: the distance of each channel from the largest, times the factor."""
+    """Multiply the distance of each channel from the largest by the factor, as in HSV space."""
     value: Pixels = x.max(-1, keepdims=True)
     stretched: Pixels = value - factor * (value - x)
     return stretched.clip(0, 1)

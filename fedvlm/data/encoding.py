@@ -35,7 +35,7 @@ Encode = Callable[[Images], np.ndarray]
 
 
 class Rows(Protocol):
-    """Where rows are stored: `store.View`."""
+    """A place that rows are stored in: `store.View`."""
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None: ...
 

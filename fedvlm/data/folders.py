@@ -53,7 +53,7 @@ def open_folder(name: str, group: str) -> Source:
 
 
 def _is_image(name: str) -> bool:
-    """By the ending of its name; hidden files and folders are ignored."""
+    """Whether a name ends like an image's; hidden files and folders are ignored."""
     return PurePosixPath(name).suffix.lower() in IMAGES and not any(p.startswith(".") for p in name.split("/"))
 
 

@@ -99,7 +99,7 @@ def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    """So that a pipe which has taken the file's place since it was checked does not block."""
+    """Open without blocking, in case a pipe has taken the file's place since it was checked."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

@@ -1,4 +1,4 @@
-"""Which rows a view of the feature store holds: the keys of its segments, sorted, in a few arrays of 24 bytes a row.
+"""The rows that a view of the feature store holds: the keys of its segments, sorted, in a few arrays of 24 bytes a row.
 
 A Python dictionary of 1.3 million keys takes 10 s and 400 MB in every process that opens the view. Segments that are added
 later are tables of their own, which are merged once they are half as long as the one before: a key is looked up in a few
@@ -51,7 +51,7 @@ class Index:
         return None if place is None else (self.segments[place >> ROW_BITS], place & ((1 << ROW_BITS) - 1))
 
     def drop_oldest(self, key: bytes) -> None:
-        """After it was found to be damaged."""
+        """Pass over the oldest copy from now on, because it is damaged."""
         self.damaged.add(next(p for p in self._places(key) if p not in self.damaged))
 
     def _places(self, key: bytes) -> Iterator[int]:

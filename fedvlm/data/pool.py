@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 from fedvlm import backbones, parts
 from fedvlm.backbones.base import RAW, Backbone, in_precision, offered, tower_of, view_format
+from fedvlm.config import catalogue
 from fedvlm.config.config import OPEN, Config, Setup
+from fedvlm.config.key_files import templates_of
 from fedvlm.config.layouts import check_adapter, notes_on
-from fedvlm.config.listed import templates_of
 from fedvlm.core.adapter import Adapter, NeedsNouns, Task
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType
@@ -75,22 +76,22 @@ class Pools:
 
 def key_of(config: Config, adapter: Adapter) -> Key:
     """Everything that a pool depends on."""
-    backbone = "" if adapter.view == "text" else config.backbone
     candidates = adapter.candidates if isinstance(adapter, NeedsNouns) else None
-    more = (config.broken, config.template, config.outsiders, config.corrupt, candidates, config.protocol == OPEN)
-    return (*source_key(config), *more, backbone, config.encode, adapter.view, adapter.requires)
+    more = (config.outsiders, config.corrupt, config.protocol == OPEN, candidates, adapter.view, adapter.requires)
+    return (*source_key(config), *more)
 
 
 def source_key(config: Config) -> Key:
-    kept = (config.domains, config.domains and config.unseen, config.classes)
-    return (config.data, config.group, *kept, config.stride, config.split_file, config.names)
+    """The keys of the data, and the domains that are kept in any case where only some are used."""
+    return (*(getattr(config, key) for key in catalogue.for_purpose("data")), config.domains and config.unseen)
 
 
 def open_data(setup: Setup) -> Source:
     """The data of a setup, reduced to the domains and classes that are asked for."""
     config = setup.config
-    how = (config.group, config.domains, config.stride, config.unseen, config.split_file, config.names)
-    source = open_source(config.data, *how)
+    source = open_source(
+        config.data, config.group, config.domains, config.stride, config.unseen, config.split_file, config.names
+    )
     check_task(setup, source.task_type)
     if source.tokens is not None:
         return source
@@ -143,11 +144,11 @@ def outline(setup: Setup, source: Source) -> Pool:
 def check_task(setup: Setup, task_type: TaskType) -> None:
     """An error where this data does not suit the adapter or the evaluation."""
     config = setup.config
-    asked = {"outsiders=": config.outsiders, "corrupt=": config.corrupt, "classes=": config.classes}
-    asked |= {f"protocol={OPEN}": config.protocol == OPEN}
-    for key, value in asked.items():
-        if value and task_type is not CLASSIFICATION:
-            raise FedvlmError(f"{key} is for classes, and data={config.data} is {task_type.description}")
+    for key in config.changed(catalogue.with_trait("classes")) if task_type is not CLASSIFICATION else ():
+        if catalogue.run_keys()[key].binds(getattr(config, key)):
+            raise FedvlmError(
+                f"{key}={getattr(config, key)} is for classes, and data={config.data} is {task_type.description}"
+            )
     if setup.adapter.task_type is not task_type:
         able = [n for n in parts.names("adapter") if parts.find("adapter", n).task_type is task_type]  # type: ignore[attr-defined]
         raise FedvlmError(
@@ -266,7 +267,7 @@ def check_embeddings(setup: Setup, pool: Pool) -> Pool:
 
 
 def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) -> Pool:
-    """With images of no class, to be detected."""
+    """Add images of no class, to be detected."""
     x, keys, skipped = features(source, backbone, "skip", None, view)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
     if not good:
@@ -278,7 +279,7 @@ def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) ->
 
 
 def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, progress: Progress | None) -> Pool:
-    """With names far from every class, chosen among so many candidates; 0 is all."""
+    """Add names far from every class, chosen among so many candidates; 0 is all."""
     known = nouns()
     if candidates < 0:
         raise FedvlmError(f"candidates={candidates} must be a number of nouns, or 0 for all {len(known):,}")
@@ -292,7 +293,7 @@ def with_nouns(pool: Pool, backbone: Backbone, template: str, candidates: int, p
 
 
 def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, progress: Progress | None) -> Pool:
-    """With so many corrupted versions of each image."""
+    """Add so many corrupted versions of each image."""
     if not 1 <= versions <= 75:
         raise FedvlmError(f"corrupt={versions}: there are 15 corruptions × 5 severities, so between 1 and 75")
     found = [features(pool.source, backbone, "refuse", progress, view, v)[0] for v in range(versions)]
@@ -302,7 +303,7 @@ def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, p
 
 
 def with_novel_classes(pool: Pool) -> Pool:
-    """With the second half of the classes, as they are listed, kept from everybody; of 101, 50 are trained on (FedDTL's
+    """Keep the second half of the classes, as they are listed, from everybody; of 101, 50 are trained on (FedDTL's
     counts)."""
     whole = pool.task
     half = len(whole.classes) // 2

@@ -41,15 +41,15 @@ class Sampled(NamedTuple):
     sample: Sample | None  # None: nothing has to be encoded
 
 
-def sampled(setup: Setup, sketch: Pool) -> Sampled:
+def sampled(setup: Setup, outlined: Pool) -> Sampled:
     """The pool of `outline` with features of a few of its images. Extra images have those of the images."""
-    config, source = setup.config, sketch.source
+    config, source = setup.config, outlined.source
     if setup.adapter.view == "text" or source.embeddings is not None:
-        return Sampled(sketch, 0, None)
+        return Sampled(outlined, 0, None)
     backbone, view = backbones.load(config.backbone), setup.adapter.view
     masked = source.task_type is SEGMENTATION
     tried = sample(source, backbone, view, MOST // 2 if masked else MOST)
-    pool, images = replace(sketch, x=repeated(tried.rows, len(source.items))), len(source.items) * (1 + masked)
+    pool, images = replace(outlined, x=repeated(tried.rows, len(source.items))), len(source.items) * (1 + masked)
     if masked:
         masks = sample(replace(source, items=source.masks), backbone, view, MOST // 2)
         y = (masks.rows.float().mean(1) > 127).to(torch.uint8)

@@ -169,7 +169,7 @@ class View:
         return None if found is None else np.asarray(found[1]["row"])
 
     def get_other(self, key: bytes) -> np.ndarray | None:
-        """As `get`, and None where the row is of the last `put`: who computed it need not read it."""
+        """The row, like `get`, but None where it is of the last `put`: who computed it need not read it."""
         place = self.index.oldest(key)
         return None if place is None or place[0] == self.written else self.get(key)
 
@@ -359,7 +359,7 @@ def features(
 
 
 def content_key(data: bytes) -> bytes:
-    """Of an image's bytes, and of whether it is turned: earlier versions stored such images as they lay."""
+    """The key of an image: a hash of its bytes, and of whether EXIF turns it."""
     return digest(data + b" upright") if is_turned(data) else digest(data)
 
 

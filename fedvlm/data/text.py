@@ -55,7 +55,7 @@ def open_text(path: Path, domains: int, stride: int, keep: Sequence[str] = ()) -
                 rows.append(block[offset : offset + WINDOW])
                 items.append(Item(f"{role}#{start + offset}", role, label, f"{role}#{number}"))
     if not items:
-        raise FedvlmError(f"data={path}: nobody says more than {WINDOW} characters")
+        raise FedvlmError(f"data={path}: no speaker has more than {WINDOW} characters")
     return Source(path.name.split(".")[0], path, tuple(items), NEXT_CHARACTER, tokens=np.stack(rows))
 
 

@@ -14,7 +14,7 @@ Made = TypeVar("Made")
 
 
 def in_threads(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
-    """As `map`, a few ahead, with a thread per core."""
+    """Apply `make` like `map`, a few ahead, with a thread per core."""
     waiting: deque[Future[Made]] = deque()
     pool = ThreadPoolExecutor(cores(), thread_name_prefix="read")
     try:

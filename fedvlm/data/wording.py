@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.backbones.base import Backbone
-from fedvlm.config.listed import templates_of
+from fedvlm.config.key_files import templates_of
 from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.data.source import Source, existing
 from fedvlm.data.store import text_embeddings

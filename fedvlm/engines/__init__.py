@@ -1,2 +1,1 @@
-"""How a step reaches clients: many side by side in one process (stacked), one by one (serial), or each in a process of its
-own with nothing but bytes between (loopback). One file, one engine."""
+"""Engines carry a step to the clients: many side by side (stacked), one by one (serial), or in several processes."""

@@ -39,8 +39,8 @@ class Job:
 
 
 class Engine(ABC):
-    """Steps and metrics are none of its business: it moves messages and keeps private rows. A client that fails is absent
-    from the reply, and the guard is told why; replies are checked by the guard, too (fedvlm/rounds/guard.py)."""
+    """An engine moves messages and keeps private rows; it knows nothing of steps or metrics. A client that fails is
+    absent from the reply, and the guard is told why; replies are checked by the guard, too (fedvlm/rounds/guard.py)."""
 
     @classmethod
     @abstractmethod
@@ -60,9 +60,9 @@ class Engine(ABC):
         return state
 
     def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed:
-        """Has the clients train, and adds up their contributions as integers (secure=true). Where clients are apart, an
-        engine overrides this by the four exchanges of fedvlm/privacy/secure: masks cancel exactly, so the sum is the same
-        to the bit, and no single contribution is seen."""
+        """Train, and add up the clients' contributions as integers (secure=true). Where clients are apart, an engine
+        overrides this by the four exchanges of fedvlm/privacy/secure: masks cancel exactly, so the sum is the same to
+        the bit, and no single contribution is seen."""
         total, found = wanted.zero(), [np.empty(0, np.int64)]
         for reply in self.run("train", ids, message, round, exchange):
             total += wanted.contributions(reply).sum(0, dtype=total.dtype)
@@ -70,7 +70,7 @@ class Engine(ABC):
         return Summed(total, np.sort(np.concatenate(found)))
 
     def close(self) -> None:  # noqa: B027 – most engines have nothing to close
-        """Called once, also after an error."""
+        """Release what the engine holds; it is called once, also after an error."""
 
 
 def finite(rows: Params, clients: int) -> np.ndarray:

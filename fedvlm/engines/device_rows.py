@@ -33,7 +33,7 @@ class DeviceRows:
         self.writes: list[tuple[np.ndarray, Future[None]]] = []
 
     def read(self, ids: np.ndarray, upto: int) -> Params:
-        """As `Rows.read`, on the device."""
+        """Read rows like `Rows.read`, on the device."""
         if not self.newcomer:
             return {}
         self.rows.refresh(ids)
@@ -48,7 +48,7 @@ class DeviceRows:
         return on_device(self.rows.read(ids, upto), self.device)
 
     def write(self, ids: np.ndarray, rows: Params, round: int) -> None:
-        """As `Rows.write`, by a thread; it is on disk when `finish_writing` returns."""
+        """Write rows like `Rows.write`, by a thread; they are on disk when `finish_writing` returns."""
         if not self.newcomer or not len(ids):
             return
         for at, i in enumerate(ids.tolist()):

@@ -46,8 +46,8 @@ class Rows:
         guard: WriteGuard = contextlib.nullcontext,
         several: bool = False,
     ):
-        """Without a path, in a temporary file. `guard` is entered around every write. several: other processes write rows
-        of other clients there, too, so that entries are read again before they are used."""
+        """Open the rows at `path`, or in a temporary file. `guard` is entered around every write. several: other
+        processes write rows of other clients there, too, so that entries are read again before they are used."""
         self.several = several
         self.names = sorted(newcomer)
         self.shapes = {k: tuple(newcomer[k].shape) for k in self.names}
@@ -119,7 +119,7 @@ class Rows:
         return self._unpack(rows)
 
     def write(self, ids: np.ndarray, rows: Params, round: int) -> None:
-        """To the slot that a repetition of this round would not read."""
+        """Write to the slot that a repetition of this round would not read."""
         if not self.names or not len(ids):
             return
         self.refresh(ids)

@@ -32,7 +32,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.privacy.mechanism import Privacy
 from fedvlm.rounds.method import Method
 from fedvlm.system import files
-from fedvlm.system.children import Child, obey
+from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import VISIBLE, visible
 
 OUTPUTS = "outputs"  # a request beside the steps
@@ -131,7 +131,7 @@ class Spread(Engine):
                 turn += 1
 
     def chunks(self, ids: np.ndarray) -> list[np.ndarray]:
-        """As chunk= says or, without it, small enough that all workers have something to do."""
+        """Cut clients into chunks as chunk= says or, without it, small enough that all workers have something to do."""
         ids = in_order(ids, self.data, self.chunk)
         size = self.chunk if self.fixed else max(1, min(self.chunk, -(-len(ids) // (CHUNKS * len(self.workers)))))
         return [ids[k : k + size] for k in range(0, len(ids), size)]
@@ -159,7 +159,7 @@ class Spread(Engine):
         return found
 
     def outputs(self, message: Message, round: int) -> Params:
-        """By one worker: each example is computed once."""
+        """Have one worker compute the outputs: each example is computed once."""
         self.send(message)
         first = self.workers[0]
         self.busy[first.pipe] = first, 0

@@ -104,7 +104,7 @@ class Stacked(Engine):
         return state._replace(shared=on_device(state.shared, self.device))
 
     def finite_only(self, ids: np.ndarray, answer: Answer, step: str, round: int) -> tuple[np.ndarray, Answer]:
-        """Without clients that diverged."""
+        """The answer without clients that diverged."""
         good = np.logical_and.reduce([finite(p, len(ids)) for p in (answer.own, answer.values, answer.shared)])
         if good.all():
             return ids, answer
@@ -131,8 +131,8 @@ class Stacked(Engine):
 
     @torch.no_grad()
     def outputs(self, message: Message, round: int) -> Params:
-        """With `label`, `client` and `row` (of the pool) of each example. Of up to ONE_BY_ONE clients one at a time, so that
-        the last bits do not depend on who else is there."""
+        """The models' outputs, with `label`, `client` and `row` (of the pool) of each example. Up to ONE_BY_ONE clients
+        are computed one at a time, so that the last bits do not depend on who else is there."""
         found: dict[str, list[Tensor]] = defaultdict(list)
         message = message.to(self.device)
         method = self.method.for_message(message)
@@ -171,7 +171,7 @@ class Stacked(Engine):
 
 
 def in_order(ids: np.ndarray, data: Data, chunk: int) -> np.ndarray:
-    """As they are cut into chunks: clients of similar size finish together (see Data.batches)."""
+    """Order clients for chunks: those of similar size finish together (see Data.batches)."""
     ids = np.sort(ids)
     return ids if chunk == 1 else ids[np.argsort(-data.counts("train")[ids], kind="stable")]
 

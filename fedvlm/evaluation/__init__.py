@@ -1,1 +1,1 @@
-"""What came of it: views (shared, personal, newcomer) and protocols (leave-one-domain-out)."""
+"""Scores of a round: views (shared, personal, newcomer) and protocols (leave-one-domain-out, base-to-novel)."""

@@ -28,8 +28,8 @@ Correct = dict[str, np.ndarray]  # "base", "novel" → correctly classified exam
 
 
 def base_to_novel(method: Method, federation: Federation, cohort: Cohort, message: Message) -> RoundRecord:
-    """By view, and at the top level those of the personal models; novel is null for adapters without an open vocabulary.
-    The shared model is the same for everybody, so one client's answer serves for all."""
+    """Scores by view, and at the top level those of the personal models; novel is null for adapters without an open
+    vocabulary. The shared model is the same for everybody, so one client's answer serves for all."""
     data = federation.data
     able = np.flatnonzero(data.counts("train")[: federation.scored] > 0)
     able = able[~np.isin(able, federation.unseen)]

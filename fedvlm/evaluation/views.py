@@ -70,8 +70,8 @@ def per_client(metric: Metric, reply: Reply, name: str, count: np.ndarray) -> np
 def by_view(
     method: Method, metric: Metric, reply: Reply, name: str, count: np.ndarray, unseen: np.ndarray
 ) -> dict[str, Scores]:
-    """Of a metric, the mean over clients by view and split; of additive ones also the value of all clients' examples
-    together (`test_pooled`), since a client's few examples say little about, say, calibration."""
+    """A metric's mean over clients by view and split; of additive ones also the value of all clients' examples together
+    (`test_pooled`), since a client's few examples say little about, say, calibration."""
     found: dict[str, Scores] = {}
     for view, pick in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
         wanted = "shared" if view == "newcomer" else view
@@ -92,8 +92,8 @@ def by_view(
 
 
 def detection(method: Method, reply: Reply, unseen: np.ndarray) -> RoundRecord:
-    """By view, as means over clients that have test examples: the measures of the first score under their own names, those
-    of the others as score.measure. At the top level, those of the personal models."""
+    """Detection measures by view, as means over clients that have test examples: those of the first score under their
+    own names, those of the others as score.measure. At the top level, those of the personal models."""
     found: dict[str, Scores] = {}
     for view, who in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
         source = "personal" if view == "personal" and method.has_personal_models else "shared"

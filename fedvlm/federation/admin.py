@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from fedvlm.config import catalogue
 from fedvlm.config.config import Setup
 from fedvlm.core.records import RoundRecord, RunRecord
 from fedvlm.errors import FedvlmError
@@ -76,26 +77,17 @@ def run(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
 
 
 def refuse(setup: Setup) -> None:
+    """An error where the user gave what only the data of one place can have."""
     config = setup.config
-    reasons = {
-        "seeds=": len(config.seeds) > 1,
-        f"protocol={config.protocol}": config.protocol != "one",
-        "outsiders=": bool(config.outsiders),
-        f"partition={config.partition}": config.partition not in ("auto", "domain"),
-        f"score={config.score}": config.score != "own",
-        f"unseen_split={config.unseen_split}": config.unseen_split != "test",
-        "classes=": bool(config.classes),
-        "names=": bool(config.names),
-        "split=FILE": bool(config.split_file),
-        "data=": "data" in setup.given,
-    }
-    for key, given in reasons.items():
-        if given:
-            raise FedvlmError(f"{key} does not go with federation=: each site is one client, and has its own data")
+    given = [f"{key}={getattr(config, key)}" for key in config.changed(catalogue.with_trait("central"))]
+    given += ["seeds="] * (len(config.seeds) > 1) + ["data="] * ("data" in setup.given)
+    for text in given:
+        if text != "partition=domain":  # the default means the same here
+            raise FedvlmError(f"{text} does not go with federation=: each site is one client, and has its own data")
 
 
 def sites_of(folder: Path | None, setup: Setup) -> list[str]:
-    """Those with which the run in this folder began: others may have come or gone since."""
+    """The sites with which the run in this folder began: others may have come or gone since."""
     if folder is None or not (folder / "run.json").exists():
         return []
     found = RunFolder(folder).record

@@ -20,7 +20,7 @@ import fedvlm
 from fedvlm import backbones
 from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.backbones.base import Backbone
-from fedvlm.config import trust
+from fedvlm.config import catalogue, trust
 from fedvlm.config.config import Setup
 from fedvlm.core.records import RunRecord, build, parsed, read_text
 from fedvlm.core.state import Params, State
@@ -144,7 +144,7 @@ class Agent:
         return Hello(fedvlm.__version__, code_fingerprint(), mark, list(source.classes), source.task_type.description)
 
     def plan(self) -> Plan:
-        """As it was told with look."""
+        """The plan that was received in `look`."""
         return build(Plan, parsed(read_text(self.folder / "plan.json")))
 
     def check(self, setup: Setup) -> None:
@@ -208,8 +208,8 @@ class Agent:
         """The run's setup with what is this site's own."""
         if setup.config.outsiders:
             raise FedvlmError("outsiders= is a folder of who asks, and sites open only their own; leave it out")
-        own = {"data": self.about.data, "backbone": self.about.backbone, "names": "", "split_file": ""}
-        return setup.with_(**own, domains=0, unseen=(), partition="auto")
+        usual = setup.with_defaults(catalogue.with_trait("site", "central"))
+        return usual.with_(data=self.about.data, backbone=self.about.backbone)
 
     @cached_property
     def backbone(self) -> Backbone:
@@ -221,7 +221,7 @@ class Agent:
         files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}")
 
     def mark(self, pool: Pool) -> str:
-        """Of the site's data: nobody who has the same images can recognise it."""
+        """A keyed hash of the site's data, which nobody who has the same images can recognise."""
         return hashlib.sha256(secret(self.home, "mark") + pool.fingerprint.encode()).hexdigest()[:16]
 
 

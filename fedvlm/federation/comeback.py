@@ -1,4 +1,4 @@
-"""So that a site's job process that was killed comes back into the same job: NVFlare as shipped would end the job for all.
+"""A site's job process that was killed comes back into the same job: NVFlare as shipped would end the job for all.
 
 The launcher (in the site's local/resources.json) starts a process again that ended by itself; the executor (in the job)
 remembers how it was set up, and sets itself up again when it finds itself in a job that runs already.

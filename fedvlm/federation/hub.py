@@ -111,7 +111,7 @@ class Hub:
 
 
 class Status:
-    """What who started the run is told while it goes on."""
+    """Progress for the admin client."""
 
     def __init__(self, folder: Path):
         self.folder, self.error, self.said = folder, "", list[str]()

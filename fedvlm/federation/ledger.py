@@ -109,7 +109,7 @@ class Content(NamedTuple):
 
 
 def content(frame: bytes) -> Content:
-    """Of the bytes that are sent; without tensors where they are not in the safetensors format."""
+    """The content of the bytes that are sent; without tensors where they are not in the safetensors format."""
     tensors: list[Tensor] = []
     with contextlib.suppress(ValueError, KeyError, struct.error):
         about = parsed(frame[8 : 8 + HEAD.unpack(frame[:8])[0]].decode())
@@ -214,7 +214,7 @@ def verify(path: Path) -> Fault | None:
 
 
 def compare(ledger: Path, received: Path, site: str) -> list[str]:
-    """Where the site's ledger and the server's received.jsonl say different things about what this site sent; [] where
+    """The points in which the site's ledger and the server's received.jsonl differ about what this site sent; [] where
     they agree. A reply that was lost on its way stands in the ledger alone."""
     everybody = list(entries(received))
     arrived, runs = [e for e in everybody if e.site == site], {e.run for e in everybody}
@@ -264,5 +264,5 @@ def _read(line: bytes) -> Entry:
 
 
 def _hash(raw: dict[str, object]) -> str:
-    """Of an entry with the hash of the line before, in one form whatever the order and the spaces in the file."""
+    """Hash an entry with the hash of the line before, in one form whatever the order and the spaces in the file."""
     return hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -17,6 +17,7 @@ import torch
 
 import fedvlm
 from fedvlm import parts
+from fedvlm.config import catalogue
 from fedvlm.config.config import Setup
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, build, parsed
 from fedvlm.core.records import Value as Value  # Settings are made of it, which `build` looks up here
@@ -55,7 +56,7 @@ class Plan:
     def of(cls, setup: Setup, federation: str, name: str, sites: list[str]) -> Plan:
         refuse_own(setup.parts)
         metrics = [p for home, p in setup.parts.items() if home.startswith("metric-")]
-        mine = ("federation", "data", "out", "jobs", "seeds")  # of the person who asks: nobody else's business
+        mine = catalogue.with_trait("asker")
         config = {k: v for k, v in setup.settings().items() if k not in mine}
         return cls(
             federation=federation,
@@ -150,7 +151,7 @@ def refuse_own(chosen: dict[str, PartRecord]) -> None:
 
 @cache
 def code_fingerprint() -> str:
-    """Of the installed package's own files."""
+    """A hash of the installed package's own files."""
     seen = hashlib.sha256()
     here = Path(fedvlm.__file__).parent
     for path in sorted(here.rglob("*.py")):

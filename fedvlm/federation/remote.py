@@ -55,7 +55,7 @@ class Remote(Engine):
         quorum has answered, the others have `grace` seconds left."""
 
     def where(self, client: int) -> str:
-        """Where more is said about a client that failed."""
+        """The place that says more about a client that failed."""
         return ""
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
@@ -69,7 +69,7 @@ class Remote(Engine):
                     self.guard.offence(i, round, str(error))
 
     def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed:
-        """By secure aggregation: only masked vectors cross, and the server opens their sum."""
+        """Add up by secure aggregation: only masked vectors cross, and the server opens their sum."""
         from fedvlm.privacy.secure import server  # needs `cryptography`
 
         def ask(kind: str, payloads: dict[int, bytes]) -> Iterator[tuple[int, bytes]]:
@@ -99,7 +99,7 @@ class Remote(Engine):
         return Summed(total.sum, np.array(total.ids))
 
     def header(self, step: str, round: int, exchange: int) -> Header:
-        """Of the next request; each has a ticket, so that late answers to earlier ones are recognised."""
+        """The header of the next request; each has a ticket, so that late answers to earlier ones are recognised."""
         self.tickets += 1
         return Header(step, round, exchange, self.tickets)
 

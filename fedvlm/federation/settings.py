@@ -96,7 +96,8 @@ def settings(about: About, folder: Path) -> Mapping[str, object]:
 
 
 def address(about: About) -> dict[str, object]:
-    """Where the server listens (localhost: only this machine can connect), or where a site finds it. One port is enough."""
+    """The address at which the server listens (localhost: only this machine can connect) and sites find it. One port is
+    enough."""
     mine = "server" if about.kind == "server" else "client"
     keys = {"ssl_private_key": f"{mine}.key", "ssl_cert": f"{mine}.crt", "ssl_root_cert": "rootCA.pem"}
     keys |= {"connection_security": "mtls"}

@@ -148,13 +148,13 @@ class Site:
         self.agent.post(self.ticket, self.frame)
 
     def begins(self, agent: AgentProcess, ticket: int) -> None:
-        """Called by the agent's thread when an answer begins: the request is not needed any more."""
+        """Drop the request, because the agent's thread begins to answer it."""
         with self.changed:
             if agent is self.agent and ticket == self.ticket:
                 self.frame = None
 
     def answered(self, agent: AgentProcess, ticket: int, reply: Spool | None) -> None:
-        """Called by the agent's thread with an answer, and with None when the agent ended."""
+        """Take an answer from the agent's thread, or None when the agent ended."""
         with self.changed:
             if reply is not None and agent is self.agent and ticket == self.ticket:
                 self.reply = reply
@@ -236,7 +236,7 @@ class AgentProcess:
         self.answered(self, self.ticket, None)
 
     def limit(self) -> int:
-        """Of bytes; asked for when an answer begins."""
+        """The largest size of an answer in bytes; asked for when an answer begins."""
         self.begins(self, self.ticket)
         return LIMIT
 

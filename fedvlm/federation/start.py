@@ -41,7 +41,7 @@ PAUSE = 2.0  # seconds before it is started again
 GRACE = 10.0  # seconds that the processes of jobs have to end
 TICK = 0.5
 MODULE = "fedvlm.federation.start"
-# What of NVFlare's log is told, in whose words
+# Log lines shown to the user, with their wording
 TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
     "server": [
         (re.compile(r"Server started"), "listening at {host}:{port}; Ctrl-C ends it"),
@@ -108,7 +108,7 @@ def own_backbone(name: str) -> str:
 
 
 def home_of(about: About, given: str) -> Path:
-    """Where this party keeps what outlives a kit; nobody else may enter it."""
+    """The folder in which this party keeps what outlives a kit; nobody else may enter it."""
     place = Path(given).expanduser() if given else data_home() / about.federation / about.name
     with files.writing(place, "choose another home="):
         files.private_folder(place)
@@ -150,7 +150,7 @@ class Party:
         self.read = 0  # bytes of the log
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Until Ctrl-C or a signal to end."""
+        """Supervise the processes until Ctrl-C or a signal to end."""
         with alone(self.folder), signals() as stopping:
             starts: deque[float] = deque(maxlen=STARTS)
             try:

@@ -55,7 +55,7 @@ def session(kit: str) -> Iterator[tuple[Any, About]]:
             opened = api.new_secure_session(USER, str(folder), timeout=LOGIN_SECONDS)
     except Exception as error:  # NVFlare raises its own kinds and the system's
         raise Unreachable(
-            f"{where} does not let us in ({type(error).__name__}); is {kit} a kit of this one?"
+            f"{where}: login failed ({type(error).__name__}); does {kit} belong to this federation?"
         ) from error
     try:
         yield opened, about

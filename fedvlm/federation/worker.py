@@ -38,7 +38,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
 from fedvlm.federation.wire import OUTPUTS, SECURE, Channel, Header, octets, pack, receive, send, to_message, unpack
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 from fedvlm.privacy.mechanism import Privacy, secret_of
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps import STEPS
@@ -132,7 +132,7 @@ class Client:
             {k: aligned(v) for k, v in load_file(folder / f"{name}.safetensors").items()} for name in ("public", "data")
         )
         records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
-        codes = {home: own.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
+        codes = {home: user_code.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
         setup = Setup(MethodRecord("client"), Config(), records, codes=codes)
         needed = setup.adapter.requires
         tower = tower_of(backbones.load(about.backbone), needed) if needed else None
@@ -160,7 +160,7 @@ class Client:
 
     @contextlib.contextmanager
     def only_process(self) -> Iterator[None]:
-        """Around every write of the private row."""
+        """Hold the lock that every write of the private row needs."""
         with FileLock(self.folder / ".lock", timeout=LOCK_SECONDS):
             if last_epoch(self.folder) != self.epoch:
                 raise FedvlmError("another process has taken over this client's folder")
@@ -201,7 +201,7 @@ class Client:
         raise ValueError(self.warning)
 
     def with_flags(self, done: Header, step: str, message: Message) -> Header:
-        """With what was done to an update before it leaves."""
+        """The header of an answer, with what was done to an update before it leaves."""
         privacy = self.method.privacy
         if step != "train" or privacy is None or privacy.level != "client":
             return done
@@ -255,7 +255,8 @@ class Client:
 
 
 def without_sizes(values: Params, schema: Schema, data: Data) -> Params:
-    """As if the client had one example of each split that has any: sums over examples become means, counts become 1."""
+    """The values as if the client had one example of each split that has any: sums over examples become means, counts
+    become 1."""
     counts = torch.from_numpy(np.diff(data.bounds, axis=1)).clamp(min=1).to(data.dtype)
     found: Params = {}
     for name, value in values.items():

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 
 HERE = Path(__file__).parent.parent  # the package
 
@@ -75,7 +75,7 @@ def installed(kind: str) -> dict[str, str]:
 
 def installed_version(kind: str, name: str) -> str:
     """DISTRIBUTION VERSION of a part that an installed package declares; "" for a built-in one."""
-    if name in built_in(kind) or own.is_own(name):
+    if name in built_in(kind) or user_code.is_own(name):
         return ""
     from importlib.metadata import entry_points
 
@@ -95,8 +95,8 @@ def find(kind: str, name: str) -> type:
         except Exception as error:
             raise FedvlmError(f"{what}: {module} does not import ({type(error).__name__}: {error})") from error
         return getattr(found, attribute) if attribute else only_part(kind, what, found)
-    if own.is_own(name):
-        return only_part(kind, what, own.read(what, name).load(what))
+    if user_code.is_own(name):
+        return only_part(kind, what, user_code.read(what, name).load(what))
     raise FedvlmError(f"{what}: no such {kind}; {nearest(name, names(kind))} (a file of your own: {kind}=path.py)")
 
 

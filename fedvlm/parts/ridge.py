@@ -35,8 +35,9 @@ def with_one(x: Tensor) -> Tensor:
 
 
 def moments(x: Tensor, y: Tensor, classes: int, balance: bool, saturation: float = 0.0) -> Moments:
-    """Of examples x [n, features], with weights that add up to 1: the same for every example; balance: the same in total for
-    every class that occurs, or, with a saturation κ, in proportion to m/(m + κ) for a class with m examples."""
+    """Moments of examples x [n, features], with weights that add up to 1: the same for every example; balance: the same
+    in total for every class that occurs, or, with a saturation κ, in proportion to m/(m + κ) for a class with m
+    examples."""
     x, target = x.double(), F.one_hot(y, classes).double() - 1 / classes
     weight = torch.full((len(y),), 1 / max(1, len(y)), dtype=torch.float64, device=x.device)
     if balance and len(y):
@@ -93,7 +94,8 @@ def sensitivity(length: float, classes: int) -> float:
 
 
 def noised(given: Moments, spread: float, secret: bytes, *numbers: int) -> Moments:
-    """With independent normal noise of this standard deviation in every coordinate of that vector; `numbers`: the draw."""
+    """Add independent normal noise of this standard deviation to every coordinate of that vector; `numbers`: the
+    draw."""
     size, count = len(given.second), given.cross.numel()
     row, column = triangle(size)
     drawn = torch.from_numpy(normal(secret, "moments", *numbers, count=len(row) + count)) * spread
@@ -112,7 +114,7 @@ class Line(NamedTuple):
         return self.start + t * self.slope
 
     def accuracies(self, times: Sequence[float], x: Tensor, y: Tensor) -> list[float]:
-        """Of the heads at these numbers; 0 where there is no example."""
+        """Accuracies of the heads at these numbers; 0 where there is no example."""
         start, slope = x @ self.start, x @ self.slope
         return [share_of_right(start + t * slope, y) for t in times]
 

@@ -1,1 +1,1 @@
-"""What is done with a finished run: predictions, further questions, exports."""
+"""Finished runs in use: predictions, further questions, exports."""

@@ -86,7 +86,7 @@ class Predictor:
     def top(
         self, images: Picture | Sequence[Picture], count: int = 5, batch: int = 64
     ) -> list[list[tuple[str, float]]]:
-        """For each image or path the most probable classes, best first: (class, probability)."""
+        """The most probable classes of each image or path, best first: (class, probability)."""
         given = [images] if isinstance(images, str | Path | Image.Image) else list(images)
         out: list[list[tuple[str, float]]] = []
         for part in in_batches(map(opened, given), batch):
@@ -101,7 +101,7 @@ class Predictor:
 
 
 def in_batches(images: Iterable[Image.Image], size: int) -> Iterator[list[Image.Image]]:
-    """Of at most `size` images, and fewer where they are large."""
+    """Batches of at most `size` images, and fewer where they are large."""
     batch: list[Image.Image] = []
     for image in images:
         if batch and (len(batch) == size or too_many([*batch, image])):
@@ -187,8 +187,8 @@ def far_below(scores: Scores) -> str:
 
 @contextlib.contextmanager
 def fitting_together(folder: Path) -> Iterator[None]:
-    """Around what builds a model from a record that others may have written: settings of the right type can still be
-    impossible, such as a width of −1."""
+    """Report what fails while a model is built from a record that others may have written: settings of the right type
+    can still be impossible, such as a width of −1."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError, AssertionError, MemoryError) as error:

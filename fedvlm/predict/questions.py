@@ -76,7 +76,7 @@ def _read(path: Path) -> Evaluation:
 
 
 def answer(run: Path, measure: str, view: str = "personal") -> Number:
-    """Of a measure such as auroc@textures; None where nobody asked."""
+    """The value of a measure such as auroc@textures; None if this was not evaluated."""
     found = [e.scores[measure] for e in read(run) if measure in e.scores]
     return found[0].get(view) if found else None
 

@@ -1,1 +1,1 @@
-"""What leaves a client beside parameters and numbers, and what can be made of it."""
+"""Differential privacy of a run, and secure aggregation of what clients send."""

@@ -39,7 +39,8 @@ def library(module: str) -> Any:
 
 @lru_cache(maxsize=4096)
 def poisson_epsilon(noise: float, rate: float, count: int, delta: float) -> float:
-    """Of `count` sums with noise of `noise` sensitivities, each over a Poisson sample with this rate; one more or less."""
+    """ε of `count` sums with noise of `noise` sensitivities, each over a Poisson sample with this rate; one more or
+    less."""
     if count == 0 or rate == 0:
         return 0.0
     composed = _loss_distribution(noise, rate).self_compose(count)
@@ -55,7 +56,7 @@ def _loss_distribution(noise: float, rate: float) -> Any:
 
 @lru_cache(maxsize=4096)
 def fixed_epsilon(noise: float, population: int, sample: int, count: int, delta: float) -> float:
-    """Of `count` sums with noise of `noise` sensitivities, each over a sample of a fixed size; one replaced."""
+    """ε of `count` sums with noise of `noise` sensitivities, each over a sample of a fixed size; one replaced."""
     if count == 0:
         return 0.0
     orders, divergence = _divergences(noise, population, sample)
@@ -98,7 +99,7 @@ class Account:
     clients: tuple[Client, ...] = ()  # at the level of examples
 
     def spent(self, rounds: int) -> Spent:
-        """After so many rounds."""
+        """What is spent after so many rounds."""
         if self.level == "example":
             most = self._worst_client(rounds)
             return Spent(most, most)
@@ -108,7 +109,7 @@ class Account:
         return Spent(self._central(self.noise * math.sqrt(self.noisy_uploads), rounds), local)
 
     def _central(self, noise: float, rounds: int) -> float:
-        """Of the sum; with the clients' own noise a client can only be replaced: without it there is less noise."""
+        """ε of the sum; with the clients' own noise a client can only be replaced: without it there is less noise."""
         if self.sampling == "fixed":
             return fixed_epsilon(noise / 2, self.population, int(self.sample), rounds, self.delta)
         own = 2 if self.noisy_uploads else 1

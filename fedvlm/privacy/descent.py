@@ -32,7 +32,7 @@ class PrivateDescent:
 
     @torch.no_grad()
     def optimise(self, settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients) -> Tensor:
-        """As local.descent.optimise, for one client; the loss that it returns is 0."""
+        """Train like core.descent.optimise, one client; the loss that it returns is 0."""
         assert len(data) == 1, "gradients of examples are computed for one client at a time"
         n = int(data.counts("train")[0])
         rate, steps = sampling(n, settings.batch, settings.epochs)
@@ -64,7 +64,7 @@ class PrivateDescent:
         return total
 
     def blocks(self, params: Params, rows: np.ndarray) -> Iterator[np.ndarray]:
-        """As many examples at a time as their gradients have room."""
+        """Blocks of as many examples as their gradients have room for."""
         size = max(1, min(self.most, MEMORY // max(1, nbytes(params))))
         for first in range(0, len(rows), size):
             yield rows[first : first + size]

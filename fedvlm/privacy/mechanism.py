@@ -73,7 +73,8 @@ class Privacy:
 
     @property
     def seed(self) -> int:
-        """For drawing cohorts: a run's seed as it is; of a real secret a hash, because clients see who is asked."""
+        """The seed that draws cohorts: a run's seed as it is; of a real secret a hash, because clients see who is
+        asked."""
         if len(self.secret) == SEED_BYTES:
             return int.from_bytes(self.secret, "little")
         return int(uniform(self.secret, "cohorts", count=1)[0] * 2**53)
@@ -92,7 +93,7 @@ class Privacy:
         return {CLIP: torch.tensor(self.clip, dtype=torch.float64)} if self.quantile else {}
 
     def clipping_norm(self, params: Params) -> float:
-        """From the server's state or a message's extra."""
+        """The clipping norm in the server's state or a message's extra."""
         return float(params[CLIP]) if CLIP in params else self.clip
 
     def descent(self, adapter: Adapter) -> PrivateDescent:
@@ -165,7 +166,7 @@ class Privacy:
 
 
 def norms(update: Params) -> Tensor:
-    """Of all parameters together, [clients]."""
+    """The norm of all parameters together, [clients]."""
     each = torch.stack([torch.linalg.vector_norm(v.flatten(1), dim=1) for v in update.values()])
     found: Tensor = torch.linalg.vector_norm(each, dim=0)
     return found
@@ -180,7 +181,7 @@ def scaled(update: Params, by: Tensor) -> Params:
 
 
 def secret_of(seed: int) -> bytes:
-    """In a simulation the noise depends on the run's seed, so that a run can be repeated."""
+    """The secret of a simulation: noise depends on the run's seed, so that a run can be repeated."""
     return seed.to_bytes(SEED_BYTES, "little")
 
 

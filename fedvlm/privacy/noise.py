@@ -16,14 +16,14 @@ Floats = NDArray[np.float64]
 
 
 def uniform(secret: bytes, purpose: str, *numbers: int, count: int) -> Floats:
-    """In (0, 1), 53 bits each; `numbers`: round, client, step, …"""
+    """Uniform numbers in (0, 1), 53 bits each; `numbers`: round, client, step, …"""
     key = repr((secret.hex(), purpose, *numbers)).encode()
     words = np.frombuffer(hashlib.shake_256(key).digest(8 * count), "<u8")
     return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def normal(secret: bytes, purpose: str, *numbers: int, count: int) -> Floats:
-    """Of variance 1."""
+    """Normal numbers of variance 1."""
     half = (count + 1) // 2
     first, second = uniform(secret, purpose, *numbers, count=2 * half).reshape(2, half)
     radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second

@@ -34,7 +34,7 @@ class Answers:
         return np.isin(self.client, unseen)
 
     def probabilities(self, view: str) -> np.ndarray | None:
-        """Of each class; of clients that did not train, the personal view is the shared model's."""
+        """The probability of each class; of clients that did not train, the personal view is the shared model's."""
         shared, own = self.logits.get("shared"), self.logits.get("personal")
         if view == "shared" or own is None:
             return None if shared is None else softmax(shared)

@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
 
 
 class End(NamedTuple):
-    """Of a curve."""
+    """The end of a curve, with its name."""
 
     label: str
     style: str  # class of its colour
@@ -71,7 +71,7 @@ def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> 
 
 
 def place(x: float, y: float, width: float, taken: Sequence[Box]) -> tuple[float, Box]:
-    """Where a name of a point starts, and the box that it takes: the first of these places that covers least."""
+    """The start of a point's name, and the box that it takes: the first of these places that covers least."""
     inside = x < (LEFT + WIDTH - RIGHT) / 2
     starts = [x + 9, x - 9 - width] if inside else [x - 9 - width, x + 9]
     tried = [(start, y + shift) for shift in (0, -9, 9, -18, 18, -27, 27) for start in (*starts, x - width / 2)]

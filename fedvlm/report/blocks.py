@@ -11,8 +11,8 @@ from fedvlm.training.folder import RunFolder
 
 
 def blocks(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
-    """By the names of data and backbone, in order of appearance; by what differs of their fingerprints too where names are
-    the same."""
+    """Group runs by the names of data and backbone, in order of appearance; by what differs of their fingerprints too
+    where names are the same."""
     records = {id(run): run.record for run in runs}
     whose = {key(r): title(r) for r in records.values()}
     names = Counter(whose.values())

@@ -24,7 +24,7 @@ UNEVEN = 10  # times as many megabytes of one method as of another: a logarithmi
 
 
 class Entry(NamedTuple):
-    """Of the legend."""
+    """An entry of the legend."""
 
     number: int  # of its colour, marker and dashes
     label: str
@@ -107,7 +107,7 @@ def plane(lines: list[Line], up: str, across: str) -> Drawn:
 
 
 def wider(values: Sequence[float]) -> list[float]:
-    """With a third of their range on both sides, for some of the path; early rounds may be far away."""
+    """Widen the range of the values by a third on both sides, for some of the path; early rounds may be far away."""
     low, high = bounds(values)
     return [low - (high - low) / 3, high + (high - low) / 3]
 
@@ -172,7 +172,7 @@ def curves(
 
 
 def megabytes(runs: list[RunFolder], lines: list[Line]) -> dict[str, np.ndarray]:
-    """Of each method, what was sent until each of its rounds, in both directions, mean over runs."""
+    """The megabytes that each method sent until each of its rounds, in both directions, mean over runs."""
     sent: dict[str, dict[int, int]] = {}
     for run in runs:
         total, by_round = 0, dict[int, int]()

@@ -122,7 +122,7 @@ def client_curves(title: str, words: str, values: dict[int, dict[str, float]]) -
 
 
 def ends(lines: list[Line], last: dict[str, float]) -> list[End]:
-    """Of the methods that have a last value."""
+    """The ends of the curves of methods that have a last value."""
     return [
         End(x.label, colour(k, x.frozen), last[x.label], k)
         for k, x in indexed(lines)

@@ -56,5 +56,5 @@ MEANINGS = {
 
 
 def meanings(names: list[str]) -> dict[str, str]:
-    """Of the columns whose meaning is known; others are named after metrics of the run or after methods."""
+    """The meanings of columns that are known here; others are named after metrics of the run or after methods."""
     return {n: MEANINGS[n] for n in names if n in MEANINGS}

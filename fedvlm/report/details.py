@@ -85,7 +85,7 @@ def views(method: Method) -> list[str]:
 
 
 def clients(runs: list[Answers]) -> dict[str, None]:
-    """Those with test images, in order."""
+    """The clients with test images, in order."""
     return dict.fromkeys(a.names[k] for a in runs for k in np.unique(a.client))
 
 
@@ -114,14 +114,15 @@ def reliability(methods: list[Method], view: str) -> Drawn:
 
 
 def judged(runs: list[Answers], view: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of each test image how sure the model is, and whether it is right."""
+    """How sure the model is of each test image, and whether it is right."""
     found = [(p, a) for a in runs if (p := a.probabilities(view)) is not None]
     sure = np.concatenate([p.max(1) for p, _ in found])
     return sure, np.concatenate([p.argmax(1) == a.label for p, a in found])
 
 
 def calibration(sure: np.ndarray, right: np.ndarray) -> tuple[list[tuple[float, float, int]], float]:
-    """Of each bin how sure and how often right (percent), and how many; and the expected calibration error in percent."""
+    """How sure and how often right each bin is (percent), and how many; and the expected calibration error in
+    percent."""
     place = np.minimum((sure * BINS).astype(int), BINS - 1)
     bins = [
         (100 * float(sure[place == b].mean()), 100 * float(right[place == b].mean()), int((place == b).sum()))

@@ -35,7 +35,7 @@ def effects(run: RunFolder) -> list[Effect]:
 
 
 def median_of(record: RoundRecord, name: str) -> float | None:
-    """Over clients; of many clients a record has the median alone."""
+    """The median over clients; of many clients a record has the median alone."""
     entries: Mapping[str, object] = record
     by_client, summary = entries.get(name), record.get("summaries", {}).get(name)
     if isinstance(by_client, dict) and by_client:
@@ -44,7 +44,7 @@ def median_of(record: RoundRecord, name: str) -> float | None:
 
 
 def meanings(record: RunRecord) -> dict[str, str]:
-    """In words, of parts that fedvlm has; a user's own code is not run for this."""
+    """The meanings in words, of parts that fedvlm has; a user's own code is not run for this."""
     return {UPDATE: UPDATE_MEANING} | recorded_by("local", record.local) | recorded_by("merge", record.merge)
 
 

@@ -15,7 +15,7 @@ ENOUGH = 2  # standard errors
 
 
 class Gain(NamedTuple):
-    """Of one row over another, in percent."""
+    """The gain of one row over another, in percent."""
 
     mean: float
     error: float  # standard error; NaN for one seed
@@ -27,7 +27,7 @@ class Gain(NamedTuple):
 
 
 def gain(ours: dict[int, float], theirs: dict[int, float]) -> Gain | None:
-    """Over the seeds that both have; None where there are none."""
+    """The gain over the seeds that both have; None where there are none."""
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         return None

@@ -101,18 +101,4 @@
     closed.forEach((one) => (one.open = one.classList.contains("prints")));
   });
   addEventListener("afterprint", () => closed.forEach((one) => (one.open = false)));
-
-  const live = document.querySelector(".live");
-  const refreshing = live?.querySelector("input");
-  if (live) {
-    setInterval(async () => {
-      if (!refreshing.checked) return;
-      try {
-        const state = await (await fetch("state")).text();
-        if (state !== live.dataset.state) location.reload();
-      } catch {
-        live.querySelector("span").textContent = "The server has stopped; this is the last state.";
-      }
-    }, 3000);
-  }
 }

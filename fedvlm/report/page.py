@@ -6,13 +6,14 @@ import base64
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedvlm.core.records import MEASURES, DataRecord, RunRecord, value_of
+from fedvlm.config import catalogue
+from fedvlm.core.records import MEASURES, DataRecord, RunRecord, Value, value_of
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import is_base_to_novel, target
 from fedvlm.report import charts
@@ -32,6 +33,7 @@ from fedvlm.report.tables import (
     Groups,
     backbone_id,
     definitions,
+    fair_keys,
     format_value,
     grouped,
     privacy_lines,
@@ -40,16 +42,14 @@ from fedvlm.report.tables import (
     summarise,
 )
 from fedvlm.system import files
+from fedvlm.system.formatting import size
 from fedvlm.system.table import Table
-from fedvlm.system.units import size
 from fedvlm.training.folder import RunFolder
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
     from fedvlm.report.examples import Shown
-
-GOING_ON = "Some runs are still going: rows show the rounds so far, and nothing is compared until all are finished."
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class Options:
     images: bool = False  # thumbnails of them, which are the user's private data (examples.py)
     tsne: bool = False  # image features by t-SNE beside the principal components; needs scikit-learn
     trusted: bool = False  # whether folders of others may read data (trust.py), for images
-    live: str = ""  # a page that is served while runs go on: the state of the folders that it shows (live.py)
 
     @property
     def looks(self) -> bool:
@@ -80,8 +79,8 @@ def html(runs: list[RunFolder], options: Options = DEFAULT) -> str:
         from markupsafe import Markup
     except ImportError:
         raise FedvlmError('the HTML page needs jinja2; install it with `pip install "fedvlm[report]"`') from None
-    here = [Snapshot(r, running=bool(options.live)) for r in runs]
-    if not options.live and not any(r.done for r in here):
+    here = [Snapshot(r) for r in runs]
+    if not any(r.done for r in here):
         grouped([*here])  # says which are not finished
     members = {name: [r for r in found if r.done] for name, found in blocks([*here]).items()}
     # autoescape: names of domains, classes and folders are untrusted text
@@ -97,11 +96,11 @@ def html(runs: list[RunFolder], options: Options = DEFAULT) -> str:
         title=distinct(part.title for part in parts) or "no scores yet",
         blocks=parts,
         options=options,
-        policy=policy(style, script, bool(options.live)),
+        policy=policy(style, script),
         style=Markup(style),
         script=Markup(script),
         most_columns=MOST_COLUMNS,
-        unfinished=[r.progress for r in here if not r.finished],
+        unfinished=[r.progress for r in here if not r.done],
     )
 
 
@@ -113,10 +112,9 @@ def code(text: str) -> Markup:
     return Markup("").join(parts)
 
 
-def policy(style: str, script: str, live: bool) -> str:
-    """Nothing but this style, this script and images that are inside the page; a live page may ask its own server."""
+def policy(style: str, script: str) -> str:
+    """Nothing but this style, this script and images that are inside the page."""
     allowed = {"default-src": "'none'", "style-src": sealed(style), "script-src": sealed(script), "img-src": "data:"}
-    allowed |= {"connect-src": "'self'"} if live else {}
     allowed |= {"base-uri": "'none'", "form-action": "'none'"}
     return "; ".join(f"{name} {value}" for name, value in allowed.items())
 
@@ -158,8 +156,6 @@ class Look(NamedTuple):
 def block(title: str, runs: Sequence[RunFolder], options: Options = DEFAULT) -> Block:
     runs = list(runs)
     groups, table, lines = grouped(runs), summarise(runs), gather(runs, LIGHT)
-    if any(isinstance(r, Snapshot) and not r.finished for r in runs):
-        table = replace(table, notes=[GOING_ON, *table.notes[:1]], bold=set(), by_seed={})
     base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
     return Block(
         title=title,
@@ -194,7 +190,7 @@ def look(runs: list[RunFolder], lines: list[Line], options: Options) -> Look:
 
 
 def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -> list[Drawn]:
-    """Of the first run of each method."""
+    """The confidence on outsiders in the first run of each method."""
     asked = [(x.label, folders[x.records[0].identity]) for x in lines if x.records[0].config.get("outsiders")]
     if not asked:
         return []
@@ -206,7 +202,7 @@ def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -
 
 
 def examples(methods: list[Method], folders: dict[str, RunFolder], trusted: bool) -> list[Shown]:
-    """Of the first run of each method that trains."""
+    """Example images of the first run of each method that trains."""
     from fedvlm.data.pool import Pools  # late: torch, and only --images needs it
     from fedvlm.report.examples import MOST_CLIENTS, MOST_IMAGES, PER_CLIENT, partner, shown, source_of
 
@@ -235,11 +231,16 @@ def by_client(lines: list[Line]) -> list[dict[str, str]]:
 
 
 def facts(groups: Groups) -> dict[str, str]:
-    """What was run, by heading."""
+    """What was run, by heading, and the keys of the protocol that do not have their defaults."""
     records = [r for group in groups.values() for r in group]
     data = [r.data for r in records]
     spent = {"privacy": "; ".join(f"{k}: {' / '.join(p)}" for k, v in groups.items() if (p := privacy_lines(v)))}
-    return {
+    protocol: dict[str, list[Value]] = defaultdict(list)
+    for key, value in (item for r in records for item in fair_keys(r.config, "last").items()):
+        protocol[key].append(value)
+    usual = {k.name: [k.default] for k in catalogue.run_keys().values() if "varies" not in k.traits}
+    chosen = {k: distinct(map(format_value, v)) for k, v in protocol.items() if k in usual and v != len(v) * usual[k]}
+    return chosen | {
         "data": distinct(f"{d.name}: " + (f"{d.images:,} examples, " if d.images else "") + classes(d) for d in data),
         "domains": distinct(", ".join(d.domains) for d in data),
         "backbone": distinct(map(backbone_id, records)),

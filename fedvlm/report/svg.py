@@ -24,7 +24,7 @@ SHAPES = ("circle", "square", "up", "diamond", "down", "cross", "star")
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels. Logarithmic scales put values of 0 at the lower end."""
+    """A map of values to pixels. Logarithmic scales put values of 0 at the lower end."""
 
     low: float
     high: float

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 
 import numpy as np
 
-from fedvlm.config.config import binding
+from fedvlm.config import catalogue
+from fedvlm.config.config import POOL, POOLED, TRAINING, binding
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
 from fedvlm.report.gains import best
+from fedvlm.system.formatting import counted
 from fedvlm.system.table import SeedScores, Table
 from fedvlm.training.folder import RunFolder
 
@@ -26,17 +29,11 @@ TENTHS = ("worst", "best")  # mean accuracy of the worst and of the best tenth o
 ROBUSTNESS = ("cacc", "auroc", "fpr95")  # accuracy on corrupted images, detection of outsiders; personal models
 NOVEL = ("base", "novel", "hm")
 SHARED_NOVEL = "shared base/novel/hm"
-NOT_SETTINGS = ("seed", "unseen", "engine", "chunk", "threads", "metrics")  # keys in which runs of one row may differ
 COSTS = (
     "sum over clients; shared, private: number of parameters that are sent, and that stay on a client; seconds: per run"
 )
 WORST = "worst 10 %"
 DASH = "–"  # no such value
-# the keys in which all rows of a fair table agree, beside data, backbone and seeds: budget, examples, and what is scored
-RULE = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "select", "protocol")
-# keys of parts that decide how much is computed and averaged how: a recipe may have its own, which the table's notes say;
-# a value that was given for one row only makes a table unfair
-EFFORT = ("epochs", "batch", "budget", "weights", "rank", "layers", "projections")
 
 Numbers = dict[str, Number]  # a row of the table; counts are integers
 Groups = dict[str, list[RunRecord]]  # finished runs by the label of their row
@@ -48,11 +45,14 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     select: the round that is reported, "last" or "selected" (the best on validation, never on test).
     apart: whether runs of one method with different settings are separate rows; False where the settings differ by
     design, such as a learning rate chosen for each target.
-    fair: rows that were not run under one rule are an error; otherwise a note names the difference.
+    fair: rows that were not run under one rule are an error; otherwise a note names the difference, and no row is called
+    the best.
     """
     groups = grouped(runs, apart)
+    rules = rules_of(groups, select)
+    unlike = differences(rules)
     if fair:
-        check_one_rule(rules(groups))
+        check_one_rule(rules)
     values = {
         name: scores(g, select) | shared_novel(g, select) | fairness(g, select) | costs(g) | published(g)
         for name, g in groups.items()
@@ -77,12 +77,13 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     columns += [c for c, keys in optional.items() if any(v.get(k) is not None for v in values.values() for k in keys)]
     columns += ["MB up/round", "shared", "private", "seconds", *further.values()]
     has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
-    each = {name: seed_scores(group, select) for name, group in groups.items()}
-    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best(each, m))}
+    each = {name: seed_scores(groups[name], select) for name in comparable(groups, rules)}
+    ranked = {} if unlike else each
+    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best(ranked, m))}
     return Table(
         columns,
         [format_row(name, row, list(further.values())) for name, row in values.items()],
-        notes(groups, select, has_published, list(further.values())) + best_note(columns, bold, each),
+        notes(groups, select, has_published, further, unlike) + best_note(columns, bold, ranked),
         [{"method": name, **row} for name, row in values.items()],
         each,
         bold,
@@ -127,7 +128,7 @@ def in_papers(metrics: tuple[str, ...]) -> list[str]:
 
 
 def shared_novel(records: list[RunRecord], select: Select) -> Numbers:
-    """Of base-to-novel, the shared model's measures beside the personal models', where clients have their own."""
+    """The shared model's measures of base-to-novel beside the personal models', where clients have their own."""
     found = [r.finished.at(select).get("base_to_novel", {}) for r in records]
     views = [f.get("shared", {}) if f.get("shared") != f.get("personal") else {} for f in found]
     return {f"shared_{m}": percent(mean_if_complete([v.get(m) for v in views])) for m in NOVEL}
@@ -150,13 +151,18 @@ def further_metrics(groups: Groups, select: Select) -> list[str]:
 
 
 def further_values(records: list[RunRecord], metric: str, key: str, select: Select) -> Numbers:
-    """Of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled, the value of all
-    clients' examples together; in percent where the metric is a share; None where a run did not record it."""
+    """A further metric of the personal models on test, as means over runs: the mean over clients and, as KEY_pooled,
+    the value of all clients' examples together; in percent where the metric is a share; None where a run did not record
+    it."""
     found = [r.finished.at(select).get("metrics", {}).get(metric, {}).get("personal", {}) for r in records]
     splits = {key: "test", f"{key}_pooled": "test_pooled"}
-    shares = all(m.percent for r in records for m in r.metrics if m.name == metric)
     means = {k: mean_if_complete([scores.get(split) for scores in found]) for k, split in splits.items()}
-    return {k: percent(v) if shares else v for k, v in means.items()}
+    return {k: percent(v) if is_share(records, metric) else v for k, v in means.items()}
+
+
+def is_share(records: list[RunRecord], metric: str) -> bool:
+    """Whether a metric is shown in percent."""
+    return all(m.percent for r in records for m in r.metrics if m.name == metric)
 
 
 def percent(value: Number) -> Number:
@@ -245,7 +251,8 @@ def named(value: Value, key: str, others: list[Settings]) -> str:
 def settings(record: RunRecord) -> Settings:
     """The settings by which `grouped` separates runs: all but the seed, the held-out target and where it ran. A part's
     setting whose name is taken (by the run or by another part) is PART.NAME, as on the command line."""
-    flat: Settings = {k: v for k, v in binding(record.config).items() if k not in NOT_SETTINGS}
+    varies = catalogue.with_trait("varies")
+    flat: Settings = {k: v for k, v in binding(record.config).items() if k not in varies}
     parts = {"adapter": record.adapter, "local": record.local, "merge": record.merge}
     for axis, part in parts.items():
         flat[axis] = f"{part.name}@{part.digest}" if part.digest else part.name
@@ -253,52 +260,77 @@ def settings(record: RunRecord) -> Settings:
     return flat | {"data": data_id(record), "backbone": backbone_id(record)}
 
 
-def rule(record: RunRecord) -> Settings:
-    """What the rows of a fair table have in common, apart from the seed, which is one of the row's. A run that holds a
-    domain out is the same whether it was asked for alone or as one of leave-one-domain-out."""
-    found = rule_keys(record.config)
-    if "protocol" in found and not is_base_to_novel(record):
-        found["protocol"] = "one"
-    return found | {
-        "data": data_id(record),
-        "backbone": backbone_id(record),
-        "seed": record.seed,
-    }
+def rule(record: RunRecord, select: Select = "selected") -> Settings:
+    """What the rows of a fair table have in common, of one run. A run that holds a domain out is the same whether it was
+    asked for alone or as one of leave-one-domain-out."""
+    found = fair_keys(record.config, select) | {"data": data_id(record), "backbone": backbone_id(record)}
+    return found | {"unseen": target(record)}
 
 
-def rules(groups: Groups) -> dict[str, list[Settings]]:
+def rules_of(groups: Groups, select: Select) -> dict[str, list[Settings]]:
     """The rule of each run, by row, with those settings of the training that were given for a row of this table."""
     given = given_effort(groups)
     return {
-        name: [rule(r) | {k: v for k, v in effort(r).items() if k in given} for r in group]
+        name: [rule(r, select) | {k: v for k, v in effort(r).items() if k in given} for r in group]
         for name, group in groups.items()
     }
 
 
+def comparable(groups: Groups, rules: dict[str, list[Settings]]) -> list[str]:
+    """The rows that may be compared with the first one, which is the frozen model where there is one."""
+    first = next(iter(groups))
+    alike = [name for name in groups if not differences({first: rules[first], name: rules[name]})]
+    return [name for name in alike if name not in references(groups)]
+
+
+def references(groups: Groups) -> list[str]:
+    """Rows that train on the images of all clients together and are not scored by the clients of the others: each domain is
+    one, whatever partition the others have."""
+    clients = {name: {c for r in group for c in r.clients if c != POOL} for name, group in groups.items()}
+    pooled = [name for name, group in groups.items() if group[0].config.get("partition") == POOLED]
+    other = next((clients[name] for name in groups if name not in pooled), None)
+    return [name for name in pooled if other not in (None, clients[name])]
+
+
+@cache
+def effort_keys() -> set[str]:
+    """The settings of parts that say how much is computed, and how it is averaged."""
+    kinds = catalogue.load().parts.values()
+    return {k.name for known in kinds for part in known.values() for k in part.keys if "effort" in k.traits}
+
+
 def given_effort(groups: Groups) -> set[str]:
-    """Keys of EFFORT that somebody gave; the others are the recipes' own. None in a sweep of one method, which compares
-    just these."""
+    """Keys of `effort_keys` that somebody gave; the others are the recipes' own. None in a sweep of one method, which
+    compares just these."""
     records = [r for group in groups.values() for r in group]
     one_method = len({r.method.name for r in records if r.rounds}) < 2
-    return set() if one_method else {key for r in records for key in r.given if key in EFFORT}
+    return set() if one_method else {key for r in records for key in r.given} & effort_keys()
 
 
 def effort(record: RunRecord) -> Settings:
-    """The settings of the parts that are in EFFORT; a method that trains nothing has none."""
+    """The settings of the training that a method may have of its own; a method that trains nothing has none."""
     if not record.rounds or record.method.name == FROZEN:
         return {}
-    return {
-        k: v for part in (record.adapter, record.local, record.merge) for k, v in part.settings.items() if k in EFFORT
-    }
+    parts = (record.adapter, record.local, record.merge)
+    found = {k: record.config[k] for k in catalogue.with_trait("tuned") if k in record.config}
+    return found | {k: v for part in parts for k, v in part.settings.items() if k in effort_keys()}
 
 
-def rule_keys(config: Settings) -> Settings:
-    """The part of the rule that is known before anything is encoded; a method that trains nothing has no budget."""
-    return {k: config[k] for k in RULE if k in config and (k, config[k]) != ("rounds", 0)}
+def fair_keys(config: Settings, select: Select = "selected") -> Settings:
+    """The keys of a run in which rows of a fair table agree. Those of the training say nothing of a run that trains nothing,
+    and one that trains on the images of all clients together has no partition (see `references`)."""
+    found: Settings = {}
+    for name, key in catalogue.run_keys().items():
+        value = config.get(name, key.default)
+        idle = key.purpose in TRAINING and config["rounds"] == 0
+        if key.fair(select) and not idle and (name, value) != ("partition", POOLED):
+            found[name] = value if key.binds(value) else key.default
+    return found
 
 
 def differences(rows: dict[str, list[Settings]], free: Collection[str] = ()) -> list[str]:
-    """In what the rows of a table differ, in words: their rules by name, of each run one. `free`: keys that may differ."""
+    """The differences between the rows of a table, in words: their rules by name, of each run one. `free`: keys that
+    may differ."""
     found = []
     for key in dict.fromkeys(k for rules in rows.values() for one in rules for k in one if k not in free):
         values: dict[str, list[str]] = defaultdict(list)
@@ -334,7 +366,7 @@ def backbone_id(record: RunRecord) -> str:
 
 def format_value(value: object) -> str:
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        return ",".join(map(format_value, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -344,8 +376,11 @@ def plus_minus(mean: Number, std: Number) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
-def notes(groups: Groups, select: Select, has_published: bool, further: list[str]) -> list[str]:
-    """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are."""
+def notes(
+    groups: Groups, select: Select, has_published: bool, further: dict[str, str], unlike: Sequence[str] = ()
+) -> list[str]:
+    """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are; further
+    ones by name, with their columns."""
     records = [r for group in groups.values() for r in group]
     backbones = sorted({r.backbone.name for r in records})
     data = sorted({r.data.name + (f" ({r.data.images:,} examples)" if r.data.images else "") for r in records})
@@ -359,23 +394,28 @@ def notes(groups: Groups, select: Select, has_published: bool, further: list[str
         f"seeds {', '.join(map(str, seeds))}",
         f"test {metrics} in %, {chosen}" + ("; ± standard deviation over seeds" if len(seeds) > 1 else ""),
     ]
-    if found := differences(rules(groups)):
-        out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(found)}")
+    if unlike:
+        out.append(f"rows that follow different protocols and do not compare methods: {'; '.join(unlike)}")
     else:
         out[-1] += f"; {'same protocol for all rows: ' if len(groups) > 1 else ''}{', '.join(budget(records))}"
     own = {name: [effort(r) for r in group] for name, group in groups.items()}
     if len({r.method.name for r in records}) > 1 and (found := differences(own, given_effort(groups))):
         out.append(f"settings that belong to the methods and differ: {'; '.join(found)}")
+    if pooled := references(groups):
+        out.append(
+            f"{', '.join(pooled)}: trains and is scored on other clients; for reference, not compared with the others"
+        )
     out += [
-        f"{name}: {rounds} round{'s' * (rounds > 1)}, after which more would change nothing"
+        f"{name}: {counted(rounds, 'round')}, after which more would change nothing"
         for name, group in groups.items()
         if 0 < (rounds := max(r.finished.last["round"] for r in group)) < min(r.rounds for r in group)
     ]
     if not all(map(is_base_to_novel, records)):
         out.append(f"scored on: {'; '.join(sorted({scored_on(r) for r in records}))}")
     out += definitions(groups)
-    if further:
-        out.append(f"{', '.join(further)}: personal models, mean over clients and runs, in %")
+    for ending, share in ((", in %", True), ("", False)):
+        if columns := [column for metric, column in further.items() if is_share(records, metric) == share]:
+            out.append(f"{', '.join(columns)}: personal models, mean over clients and runs{ending}")
     for name, group in groups.items():
         if incomplete := partial(group):
             out.append(
@@ -427,7 +467,7 @@ def budget(records: list[RunRecord]) -> list[str]:
     """What of the rule is not in the other notes."""
     rounds = sorted({r.rounds for r in records if r.rounds})
     shots = sorted({f"{format_value(r.config['shots'])} shots" for r in records if r.config.get("shots")})
-    return [f"{' or '.join(map(str, rounds)) or 'no'} rounds", *shots]
+    return [f"{' or '.join(map(str, rounds)) or 'no'} round{'s' * (rounds != [1])}", *shots]
 
 
 def scored_on(record: RunRecord) -> str:
@@ -444,12 +484,12 @@ def incidents(group: list[RunRecord], select: Select) -> list[str]:
     """What makes these numbers less than they seem: rounds that changed nothing, and clients that are not in them."""
     results = [r.finished for r in group]
     void, rounds = sum(r.void for r in results), sum(r.rounds for r in group)
-    out = [f"{void} of {rounds} rounds changed nothing (see `void` in rounds.jsonl)"] if void else []
+    out = [f"{void} of {counted(rounds, 'round')} changed nothing (see `void` in rounds.jsonl)"] if void else []
     if bounded := sum(r.bounded for r in results):
         limits = "/".join(dict.fromkeys(format_value(r.config.get("bound", "bound=")) for r in group))
         out.append(
-            f"in {bounded} of {rounds} rounds a client's update was scaled down to {limits} times the median length "
-            "(bound=0 switches this off)"
+            f"in {bounded} of {counted(rounds, 'round')} a client's update was scaled down to {limits} times the median "
+            "length (bound=0 switches this off)"
         )
     for words, names in (
         (

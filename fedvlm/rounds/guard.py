@@ -72,14 +72,14 @@ class Guard:
         self.log(f"round {round}: client {self.names[client]} is left out: {text}")
 
     def failed(self, client: int, round: int, reason: str, late: bool = False) -> None:
-        """A client that does not answer is unlucky, not an offender; one that is late is asked less often."""
+        """Record a client that did not answer, which is no offence; one that is late is asked less often."""
         self.log(f"round {round}: client {self.names[client]} is left out: {printable(reason, TEXT)}")
         if late:
             self.late.add(client)
 
     def to_ask(self, ids: np.ndarray, need: int, round: int, last: bool) -> np.ndarray:
-        """Without clients in quarantine, and without those that were late and rest, unless `need` clients cannot be reached
-        otherwise or it is the last round."""
+        """The clients to ask: without those in quarantine, and without those that were late and rest, unless `need`
+        clients cannot be reached otherwise or it is the last round."""
         allowed = ids[~np.isin(ids, self.quarantined)]
         resting = [i for i, until in self.rests_until.items() if round <= until]
         rested = allowed[~np.isin(allowed, resting)]
@@ -272,7 +272,7 @@ def update_lengths(reply: Reply, schema: Schema, sent: Params, dtype: torch.dtyp
 
 
 def exact(one: Measured, schema: Schema, sent: Params) -> Measured:
-    """With lengths that do not depend on how many clients were measured together."""
+    """Measure with lengths that do not depend on how many clients were measured together."""
     return Measured(one.reply, update_lengths(one.reply, schema, sent, torch.float64))
 
 
@@ -282,7 +282,7 @@ def excess(one: Measured, median: Tensor) -> Tensor:
 
 
 def finite(value: Tensor) -> Tensor:
-    """Of which clients all numbers are, [clients]."""
+    """Mask of clients whose values are all finite, [clients]."""
     return value.reshape(len(value), -1).isfinite().all(1)
 
 
@@ -292,7 +292,8 @@ def only(one: Measured, at: Tensor) -> Measured:
 
 
 def medians(held: list[Measured]) -> Tensor:
-    """Over the clients that moved at all, [2]; of fewer than three clients there is no telling who is far out."""
+    """Medians over the clients that moved at all, [2]; of fewer than three clients there is no telling who is far
+    out."""
     lengths = torch.cat([one.lengths for one in held])
     found = [np.median(column[column > 0]) if (column > 0).sum() >= 3 else np.inf for column in lengths.T.numpy()]
     return torch.tensor(found, dtype=torch.float64)

@@ -132,7 +132,8 @@ class Method:
 
     @cached_property
     def base_and_novel(self) -> dict[str, Task]:
-        """Under base-to-novel, the tasks to score: base classes and, for adapters with an open vocabulary, novel ones."""
+        """The tasks to score under base-to-novel: base classes and, for adapters with an open vocabulary, novel
+        ones."""
         if self.task.novel is None:
             return {}
         return {"base": self.task} | ({"novel": self.task.novel} if self.adapter.open_vocabulary else {})

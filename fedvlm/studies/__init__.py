@@ -1,1 +1,1 @@
-"""Several runs with one question: benches, sweeps, the tables of papers, an attack."""
+"""Several runs with one question: benches and sweeps."""

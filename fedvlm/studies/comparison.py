@@ -7,33 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedvlm.api import Runs, check_parts, chosen, execute, new_pools, plan, prepared
-from fedvlm.config.config import Config, Layout, Setup, resolve
+from fedvlm.config import catalogue
+from fedvlm.config.config import TRAINING, Config, EngineKeys, Setup, resolve
 from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.errors import FedvlmError
-from fedvlm.report.tables import FROZEN, check_one_rule, rule_keys
+from fedvlm.report.tables import FROZEN, check_one_rule, fair_keys
 from fedvlm.system.interrupts import shell_line
 from fedvlm.training.folder import find
-from fedvlm.training.planning import LEAVE_ONE_OUT, sketch
+from fedvlm.training.planning import LEAVE_ONE_OUT, checked_outline
 
 if TYPE_CHECKING:
     from fedvlm.data.pool import Pool, Pools
 
 SEEDS = (50, 77, 98)
-# keys of a run that say what is evaluated, and so hold for the frozen model, too
-EVALUATED: tuple[str, ...] = (
-    "data",
-    "backbone",
-    "encode",
-    "template",
-    "names",
-    "split_file",
-    "group",
-    "domains",
-    "classes",
-)
-EVALUATED += ("outsiders", "corrupt", "metrics", "broken", "protocol", "personal_split", "seed", "seeds", "jobs", "out")
-EVALUATED += ("launcher", "launch")
-EVALUATED += tuple(Layout.__annotations__)
 
 
 def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) -> list[Setup]:
@@ -49,9 +35,9 @@ def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) 
         raise FedvlmError(
             "bench does not take federation=; `fedvlm run` each method there, and `fedvlm compare` the runs"
         )
-    check_one_rule({s.method.label: [rule_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
+    check_one_rule({s.method.label: [fair_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
     check_parts(setups)
-    pool = sketch(setups[0], pools)  # refuses what it can before anything is encoded
+    pool = checked_outline(setups[0], pools)  # refuses what it can before anything is encoded
     if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
         setups = [chosen(m, given | {"protocol": LEAVE_ONE_OUT}) for m in methods]
     return frozen(setups, pool) + setups
@@ -61,10 +47,9 @@ def frozen(setups: list[Setup], pool: Pool) -> list[Setup]:
     """The frozen model's setup; none where it is among the methods, or cannot classify by class names."""
     if any(trains_nothing(s) for s in setups) or pool.task.text is None or pool.source.task_type is not CLASSIFICATION:
         return []
-    default = Config()
-    config = setups[0].config
-    known = {k: getattr(config, k) for k in EVALUATED if hasattr(config, k)}
-    return [resolve(FROZEN, {k: v for k, v in known.items() if v != getattr(default, k)})]
+    config, keys = setups[0].config, catalogue.run_keys().values()
+    known = {k.name: getattr(config, k.name) for k in keys if k.purpose not in (*TRAINING, EngineKeys.purpose)}
+    return [resolve(FROZEN, {k: v for k, v in known.items() if v != getattr(Config(), k)})]
 
 
 def trains_nothing(setup: Setup) -> bool:
@@ -72,7 +57,7 @@ def trains_nothing(setup: Setup) -> bool:
 
 
 def next_steps(runs: Runs) -> list[str]:
-    """Where the runs are, and a command each for a page, a table and predictions."""
+    """The place of the runs, and a command each for a page, a table and predictions."""
     root = runs[0].folder.parent
     others = len(find([str(root)])) > len({r.folder for r in runs})
     trained = [r for r in runs if r.record.method.name != FROZEN] or list(runs)

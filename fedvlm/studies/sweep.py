@@ -3,7 +3,6 @@
 Every method gets the same grid, on the first seed, with all held-out targets. A setting is chosen for each method by the
 criterion that also chooses rounds (`evaluate.views.selection`): the validation accuracy of the clients that train, mean
 of shared and personal models, last round. Test images have no part in it. The chosen setting then runs on all seeds.
-`search=optuna trials=20 lr=0.001..0.1` asks optuna for settings instead of trying a grid.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,50 +34,31 @@ if TYPE_CHECKING:
     from fedvlm.data.pool import Pools
 
 CRITERION = "validation accuracy of the clients that train, mean of shared and personal models, last round"
-TUNED = ("bound", "clip_norm", "clip_quantile")  # keys of a run that may be swept; others change the task or the budget
-TRIALS = 20
 
 Point = dict[str, Value]  # a setting: key → value
-
-
-class Interval(NamedTuple):
-    """LOW..HIGH; drawn on a logarithmic scale where both are positive."""
-
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.low:g}..{self.high:g}"
 
 
 @dataclass(frozen=True)
 class Search:
     """What is tried: the values, or the interval, of each key."""
 
-    axes: dict[str, list[Value] | Interval] = field(default_factory=dict)
-    trials: int = 0  # of optuna for each method; 0: the whole grid
+    axes: dict[str, list[Value]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.axes)
 
     def of(self, keys: Mapping[str, Key]) -> Search:
         """The axes of a method that has these keys."""
-        return Search({k: v for k, v in self.axes.items() if k in keys}, self.trials)
+        return Search({k: v for k, v in self.axes.items() if k in keys})
 
     def __str__(self) -> str:
-        shown = {k: str(v) if isinstance(v, Interval) else ",".join(map(format_value, v)) for k, v in self.axes.items()}
-        how = f", {self.trials} trials of optuna for each method" if self.trials else ""
-        return " ".join(f"{k}={v}" for k, v in shown.items()) + how
+        return " ".join(f"{k}={','.join(map(format_value, v))}" for k, v in self.axes.items())
 
 
 def separated(methods: Sequence[str], given: Mapping[str, object]) -> tuple[dict[str, object], Search]:
     """What holds for all runs, and what is swept: keys with several values that take one."""
     fixed = dict(given)
-    engine = str(fixed.pop("search", ""))
-    trials = Key("trials", "int", TRIALS).coerce(fixed.pop("trials", TRIALS))
-    if engine not in ("", "optuna"):
-        raise FedvlmError(f"search={engine}: there is optuna; without search= the whole grid is tried")
-    axes: dict[str, list[Value] | Interval] = {}
+    axes: dict[str, list[Value]] = {}
     for name, value in given.items():
         known = [key for m in methods if (key := swept_keys(m, given).get(name))]
         if not several(value) or (known and known[0].length):
@@ -87,12 +67,8 @@ def separated(methods: Sequence[str], given: Mapping[str, object]) -> tuple[dict
             check_not_swept(name, value)
             continue
         del fixed[name]
-        axes[name] = interval(known[0], str(value)) if is_interval(value) else values(known[0], value)
-        if isinstance(axes[name], Interval) and not engine:
-            raise FedvlmError(f"{name}={value}: an interval needs search=optuna; a grid is {name}=A,B,C")
-    if engine and not axes:
-        raise FedvlmError("search=optuna needs something to search, such as lr=0.001..0.1")
-    return fixed, Search(axes, int(str(trials)) if engine else 0)
+        axes[name] = values(known[0], value)
+    return fixed, Search(axes)
 
 
 def check_not_swept(name: str, value: object) -> None:
@@ -107,18 +83,14 @@ def check_not_swept(name: str, value: object) -> None:
 def swept_keys(method: str, given: Mapping[str, object]) -> dict[str, Key]:
     """The keys of a method that may be swept, by the names that a command line may give them."""
     homes = keys_of_method(method, given)
-    found = {k.name: k for k in homes.pop("run") if k.name in TUNED}
+    found = {k.name: k for k in homes.pop("run") if "tuned" in k.traits}
     for home, keys in homes.items():
         found |= {f"{home}.{k.name}": k for k in keys} | {k.name: k for k in keys}
     return found
 
 
 def several(value: object) -> bool:
-    return isinstance(value, list | tuple) or (isinstance(value, str) and ("," in value or is_interval(value)))
-
-
-def is_interval(value: object) -> bool:
-    return isinstance(value, str) and ".." in value.strip(".") and "/" not in value
+    return isinstance(value, list | tuple) or (isinstance(value, str) and "," in value)
 
 
 def values(key: Key, given: object) -> list[Value]:
@@ -127,16 +99,6 @@ def values(key: Key, given: object) -> list[Value]:
     if len(found) < 2:
         raise FedvlmError(f"{key.name}={given}: a sweep needs at least two values")
     return list(found)
-
-
-def interval(key: Key, given: str) -> Interval:
-    low, _, high = given.partition("..")
-    ends = [key.coerce(end) for end in (low, high)]
-    if key.type not in ("int", "float") or not isinstance(ends[0], int | float) or not isinstance(ends[1], int | float):
-        raise FedvlmError(f"{key.name}={given}: an interval is for numbers; list the values, with commas")
-    if ends[0] >= ends[1]:
-        raise FedvlmError(f"{key.name}={given}: expected LOW..HIGH")
-    return Interval(float(ends[0]), float(ends[1]))
 
 
 @dataclass
@@ -159,9 +121,8 @@ def choose(setups: Sequence[Setup], search: Search, pools: Pools) -> tuple[list[
         if lacking and not trains_nothing(setup):
             console.warn(f"{setup.method.label} has no {', '.join(lacking)}: it is left out of that part of the sweep")
     console.note(f"sweep of {search}, on the first seed")
-    find = by_optuna if search.trials else by_grid
     pairs = [(s, o) for s, o in zip(setups, own, strict=True) if o]
-    found = dict(zip((id(s) for s, _ in pairs), find(pairs, pools), strict=True))
+    found = dict(zip((id(s) for s, _ in pairs), by_grid(pairs, pools), strict=True))
     for choice in found.values():
         keep(choice, pools)
     return [found[id(s)].setup if id(s) in found else s for s in setups], notes(setups, own, found, search)
@@ -190,41 +151,7 @@ def by_grid(pairs: list[tuple[Setup, Search]], pools: Pools) -> list[Choice]:
 
 
 def points(search: Search) -> list[Point]:
-    axes = [v for v in search.axes.values() if not isinstance(v, Interval)]
-    return [dict(zip(search.axes, chosen, strict=True)) for chosen in itertools.product(*axes)]
-
-
-def by_optuna(pairs: list[tuple[Setup, Search]], pools: Pools) -> list[Choice]:
-    """So many trials for each method, one after the other (each may be several runs); the sampler's seed is the run's."""
-    try:
-        import optuna
-    except ImportError:
-        raise FedvlmError('search=optuna needs optuna; install it with `pip install "fedvlm[search]"`') from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    out = []
-    for setup, search in pairs:
-        sampler = optuna.samplers.TPESampler(seed=first_seed(setup) % 2**32)
-        study = optuna.create_study(direction="maximize", sampler=sampler)
-        keys, found = keys_of(setup), list[Choice]()
-        for _ in range(search.trials):
-            trial = study.ask()
-            point = {
-                k: suggested(trial.suggest_categorical, trial.suggest_float, keys[k], v) for k, v in search.axes.items()
-            }
-            (done,) = tried([varied(setup, point)], pools)
-            found.append(Choice(setup, point, score(done), done))
-            study.tell(trial, max(found[-1].score, -1.0))
-        out.append(best(setup, found))
-    return out
-
-
-def suggested(
-    one_of: Callable[..., Value], between: Callable[..., float], key: Key, axis: list[Value] | Interval
-) -> Value:
-    if not isinstance(axis, Interval):
-        return one_of(key.name, axis)
-    drawn = between(key.name, axis.low, axis.high, log=axis.low > 0)
-    return round(drawn) if key.type == "int" else float(f"{drawn:.3g}")
+    return [dict(zip(search.axes, chosen, strict=True)) for chosen in itertools.product(*search.axes.values())]
 
 
 def first_seed(setup: Setup) -> int:
@@ -248,7 +175,7 @@ def tried(setups: list[Setup], pools: Pools) -> list[list[RunFolder]]:
 
 
 def score(runs: Sequence[RunFolder]) -> float:
-    """The criterion, mean over held-out targets; −∞ where a run failed or fell apart."""
+    """The criterion, mean over held-out targets; −∞ where a run failed or diverged."""
     found = [selection(run.record.finished.last) for run in runs]
     return float(np.mean(found)) if found and not any(map(math.isnan, found)) else -math.inf
 

@@ -1,1 +1,1 @@
-"""What the machine offers: files, paths, processes, devices, time, the screen, and what the user allowed here."""
+"""The machine: files, paths, processes, devices, time, the screen, and what the user allowed here."""

@@ -92,5 +92,6 @@ def path_need(key: str, given: str) -> Need:
 
 
 def absolute(path: str | Path) -> str:
-    """Without asking the file system, as Path.resolve does: on Windows a path alone can name another machine."""
+    """The absolute path, without asking the file system as Path.resolve does: on Windows a path alone can name another
+    machine."""
     return os.path.normpath(Path.cwd() / os.path.expanduser(path))  # noqa: PTH111 (Path's raises for an unknown user)

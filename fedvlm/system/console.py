@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fedvlm.system.formatting import duration
 from fedvlm.system.names import printable
 from fedvlm.system.table import Table
-from fedvlm.system.units import duration
 
 WIDE = 240  # columns where the output is no terminal, so that nothing is cut
 EVERY = 5.0  # seconds between two lines of progress where the output is no terminal
@@ -81,7 +81,7 @@ def note(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """To standard error."""
+    """Print a warning to standard error."""
     err.print(printable(text), style="yellow")
 
 

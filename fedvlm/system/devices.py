@@ -43,7 +43,7 @@ def share_in_use() -> float:
 
 
 class Places:
-    """Where the next run goes. At first one runs on each GPU; when it has told what it needs, as many as fit."""
+    """The GPUs that runs are placed on. At first one runs on each; when it has told what it needs, as many as fit."""
 
     def __init__(self, gpus: int, at_once: int = 0):
         """at_once=0: a run per core and, on a GPU, as many as its memory holds; else that many, spread over the GPUs."""

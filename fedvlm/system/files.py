@@ -56,7 +56,7 @@ def replaced(path: Path, private: bool = False, sync: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def writing(path: Path | str, advice: str = ADVICE) -> Iterator[None]:
-    """Around whatever writes there: what the system refuses becomes one sentence."""
+    """Turn what the system refuses to write there into an error of one sentence."""
     try:
         yield
     except BrokenPipeError:  # of the output; whoever reads it has seen enough
@@ -66,7 +66,7 @@ def writing(path: Path | str, advice: str = ADVICE) -> Iterator[None]:
 
 
 def opened(path: Path, mode: str, private: bool = False, buffering: int = -1) -> BinaryIO:
-    """As `open`, for bytes; a new file is readable by others only if it is not private."""
+    """Open a file like `open`, for bytes; a new file is readable by others only if it is not private."""
     opener = partial(os.open, mode=0o600 if private else 0o666)
     return cast(BinaryIO, open(path, mode, buffering, opener=opener))
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: it ends a command, whatever the code that it meets does with it."""
+"""Make Ctrl-C stop a command reliably, whatever code it interrupts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], None]]:
-    """Within, Ctrl-C raises KeyboardInterrupt; the function that it yields raises it once more, and any other error that
+    """Let Ctrl-C raise KeyboardInterrupt; the function that is yielded raises it once more, and any other error that
     follows becomes it.
 
     A KeyboardInterrupt can get lost in a destructor, or become another error while a library is imported. Shells start
@@ -45,7 +45,7 @@ def stoppable() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Within, Ctrl-C waits for the end, and processes that are started never see it: whoever started them ends them."""
+    """Hold Ctrl-C back until the end, and hide it from processes that are started: whoever started them ends them."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

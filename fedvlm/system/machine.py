@@ -18,7 +18,7 @@ def cores() -> int:
 
 
 def cache_home() -> Path:
-    """Where features and other things that can be made again are kept (FEDVLM_CACHE)."""
+    """The folder of features and other things that can be made again (FEDVLM_CACHE)."""
     if given := os.environ.get("FEDVLM_CACHE"):
         return Path(given)
     try:
@@ -28,12 +28,12 @@ def cache_home() -> Path:
 
 
 def runs_home() -> Path:
-    """Where runs go without `out=` (FEDVLM_RUNS)."""
+    """The folder of runs without `out=` (FEDVLM_RUNS)."""
     return Path(os.environ.get("FEDVLM_RUNS") or "runs")
 
 
 def data_home() -> Path:
-    """Where a site or a server of a federation keeps what cannot be made again (FEDVLM_DATA_HOME)."""
+    """The folder of what a site or a server of a federation keeps and cannot make again (FEDVLM_DATA_HOME)."""
     if given := os.environ.get("FEDVLM_DATA_HOME"):
         return Path(given)
     try:

@@ -48,7 +48,7 @@ class Table:
         return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *self.notes])
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """The table as HTML, for notebooks."""
         right = {c for c in self.columns if self.is_numeric(c)}
 
         def cell(tag: str, column: str, text: str, bold: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of a command goes, by phase: `with timed("encode"): …`. Needs no torch.
+"""Time of a command by phase: `with timed("encode"): …`. Needs no torch.
 
 A phase inside another counts for itself alone, so that phases add up to at most the wall time. Only the main thread is
 timed: what other threads do beside it shows as the time that it waits for them.

@@ -77,7 +77,7 @@ class AttentionContext(FunctionCtx):
 
 
 class ShortAttention(torch.autograd.Function):
-    """Of concatenated sequences, [clients, rows × positions, …]."""
+    """Attention of concatenated sequences, [clients, rows × positions, …]."""
 
     @staticmethod
     def forward(ctx: AttentionContext, qkv: Tensor, past: Tensor, positions: int) -> Tensor:

@@ -151,12 +151,12 @@ class TextTower:
 
     @classmethod
     def of(cls, model: CLIPModel | CLIPTextModelWithProjection, tokenizer: Tokenizer) -> TextTower:
-        """Of a Hugging Face CLIP. Weights are shared with it where `layers_of` shares them."""
+        """The text tower of a Hugging Face CLIP. Weights are shared with it where `layers_of` shares them."""
         return cls._of(model, model.text_projection, tokenizer, causal=True)
 
     @classmethod
     def of_siglip(cls, model: SiglipModel, tokenizer: Tokenizer) -> TextTower:
-        """Of a Hugging Face SiglipModel."""
+        """The text tower of a Hugging Face SiglipModel."""
         return cls._of(model, model.text_model.head, tokenizer, causal=False)
 
     @classmethod

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 import fedvlm
 from fedvlm.config import recipe, trust
 from fedvlm.config.config import Setup, binding
-from fedvlm.core import many
+from fedvlm.core import client_names
 from fedvlm.core.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord, read_text
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console, files
@@ -109,13 +109,7 @@ class RunFolder:
 
     def setup(self, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
         """What was decided, from this folder alone; an error where it would do what the user did not allow (trust.py)."""
-        record = self.record
-        if record.legacy:
-            raise FedvlmError(
-                f"{self.folder} was written by fedvlm 0.1: tables and pages can be made of it, but to go on, predict or "
-                "export use that version"
-            )
-        return trust.admitted(Setup.from_record(record, self.folder), self.folder, trusted, uses)
+        return trust.admitted(Setup.from_record(self.record, self.folder), self.folder, trusted, uses)
 
     @property
     def name(self) -> str:
@@ -153,10 +147,10 @@ class RunFolder:
 
     def append(self, record: RoundRecord) -> None:
         with files.writing(self.folder, ADVICE), (self.folder / "rounds.jsonl").open("ab") as out:
-            out.write(json.dumps(many.summarised(record)).encode() + b"\n")
+            out.write(json.dumps(client_names.summarised(record)).encode() + b"\n")
 
     def save(self, state: State, round: int) -> None:
-        """After a whole round: the old state stands until the new one is complete."""
+        """Save the state after a whole round: the old state stands until the new one is complete."""
         from safetensors.torch import save
 
         from fedvlm.core.copies import left_out
@@ -213,7 +207,7 @@ class RunFolder:
         return self.record.identity
 
     def _checksum(self, tensors: dict[str, Tensor], round: int) -> str:
-        """Of a state and its round in this run."""
+        """The checksum of a state and its round in this run."""
         from torch import uint8
 
         seen = hashlib.sha256(f"{self._identity} {round}".encode())
@@ -231,7 +225,7 @@ class RunFolder:
             raise FedvlmError(
                 f"{path} has no record of round {min(missing)}, and {STATE} is of round {round}; {RESTORE}"
             )
-        self.write("rounds.jsonl", "".join(json.dumps(many.summarised(r)) + "\n" for r in kept).encode())
+        self.write("rounds.jsonl", "".join(json.dumps(client_names.summarised(r)) + "\n" for r in kept).encode())
 
     def finish(self, result: Result) -> None:
         self._sync(STATE, "outputs.safetensors")
@@ -245,7 +239,7 @@ class RunFolder:
                 files.sync(path)
 
     def write(self, name: str, data: bytes, sync: bool = False) -> None:
-        """As a whole or not at all; tensors may tell of examples, and nobody else may read them."""
+        """Write atomically; tensor files are readable by their owner only."""
         files.write(self.folder / name, data, private=name.endswith(".safetensors"), sync=sync, advice=ADVICE)
 
     def computed_by(self, found: dict[str, str]) -> None:
@@ -311,13 +305,13 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
         homes={
             name: home
             for name, home in zip(federation.names, federation.domains, strict=True)
-            if len(federation.names) <= many.MANY or name != home
+            if len(federation.names) <= client_names.MANY or name != home
         },
     )
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers are computed by."""
+    """Versions of the packages that affect results."""
     known = {"fedvlm": fedvlm.__version__, "commit": _commit(), "python": platform.python_version()}
     return known | {name: version(name) for name in ("torch", "numpy")}
 

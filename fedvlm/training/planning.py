@@ -1,4 +1,4 @@
-"""Before anything runs: which single runs a setup stands for, where they go, and what a round will cost."""
+"""Plan runs: which single runs a setup stands for, where they go, and what a round will cost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fedvlm.config import catalogue
 from fedvlm.config.config import COMMAND_LINE, Setup
 from fedvlm.core.descent import OptimiserSettings
 from fedvlm.core.state import Message, copy_per_client, nbytes
@@ -37,7 +38,7 @@ class Job(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a round."""
+    """The estimated cost of one round."""
 
     asked: int  # clients
     down: float  # bytes
@@ -74,7 +75,7 @@ def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
     return [setup.with_(unseen=t, seed=s, seeds=()) for t in targets for s in (config.seeds or (config.seed,))]
 
 
-def sketch(setup: Setup, pools: Pools) -> Pool:
+def checked_outline(setup: Setup, pools: Pools) -> Pool:
     """The data without features, after every check that needs no encoding; says how the data were understood."""
     found = outline(setup, pools.source(setup))
     notes = dict.fromkeys(found.source.notes, console.note)
@@ -99,20 +100,19 @@ def unused_keys(setup: Setup) -> list[str]:
     return [f.name for f in fields(OptimiserSettings)] if setup.local.one_round else []
 
 
-def check(setup: Setup, sketch: Pool) -> None:
-    """An error for everything that can be refused before images are encoded. `sketch`: see `pool.outline`."""
+def check(setup: Setup, outlined: Pool) -> None:
+    """An error for everything that can be refused before images are encoded. `outlined`: see `pool.outline`."""
     device_of(setup)
-    check_partition_keys(setup, sketch)
+    check_partition_keys(setup, outlined)
     # differential privacy is tried on examples, later
-    plain = {"dp": "none", "epsilon": 0.0, "delta": 0.0, "noise_multiplier": 0.0, "clip_quantile": 0.0}
-    first = single_runs(setup, sketch)[0].with_(**plain, noise_at="server")
-    prepare(first, replace(sketch, x=torch.zeros(len(sketch.x), 0)))
+    first = single_runs(setup, outlined)[0].with_defaults(catalogue.for_purpose("privacy"))
+    prepare(first, replace(outlined, x=torch.zeros(len(outlined.x), 0)))
 
 
-def check_partition_keys(setup: Setup, sketch: Pool) -> None:
+def check_partition_keys(setup: Setup, outlined: Pool) -> None:
     """An error where the user gave a key that the partition does not use."""
     config = setup.config
-    kind = partition_of(config, sketch.source.items)
+    kind = partition_of(config, outlined.source.items)
     used = {"clients": kind not in ("client", "domain", "pooled"), "alpha": "dirichlet" in kind}
     used |= {"per_client": kind in ("pathological", "disjoint")}
     for key, does in used.items():
@@ -127,7 +127,7 @@ def check_partition_keys(setup: Setup, sketch: Pool) -> None:
 
 
 def place(setup: Setup, pool: Pool) -> Path:
-    """Where a run's folder goes when it has no name of its own."""
+    """The folder of a run that has no name of its own."""
     root = Path(setup.config.out) if setup.config.out else runs_home()
     return root / folder_name(setup, pool)
 

@@ -1,4 +1,4 @@
-"""From the keys dp=, epsilon=, … to the `Privacy` of a run, or one sentence that says why this run cannot be private."""
+"""Turn the keys dp=, epsilon=, … into the `Privacy` of a run, or say in one sentence why this run cannot be private."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvlm.config import catalogue
 from fedvlm.core import copies
 from fedvlm.core.data import Batch
 from fedvlm.core.local import Local, ReleasesOnce
@@ -71,9 +72,7 @@ def spends(account: Account, noise: float, rounds: int) -> float:
 
 
 def check_keys(config: Config) -> None:
-    own = {"epsilon": config.epsilon, "delta": config.delta, "noise_multiplier": config.noise_multiplier}
-    own |= {"clip_quantile": config.clip_quantile, "noise_at": config.noise_at == "client"}
-    given = [k for k, v in own.items() if v]
+    given = config.changed(catalogue.for_purpose("privacy"))
     if config.dp == "none":
         if given:
             raise FedvlmError(f"{given[0]}= has no effect without dp=; add dp=client or dp=example, or leave it out")
@@ -216,7 +215,7 @@ def repeated(params: Params, times: int) -> Params:
 
 
 def difference(whole: Sequence[Tensor], each: Sequence[Tensor]) -> float:
-    """Between a gradient [1, …] and the mean over [examples, …], relative to the examples' gradients."""
+    """The difference between a gradient [1, …] and the mean over [examples, …], relative to the examples' gradients."""
     apart = sum(float((w[0] - e.mean(0)).square().sum()) for w, e in zip(whole, each, strict=True))
     size = sum(float(e.square().sum()) / len(e) for e in each) + sum(float(w.square().sum()) for w in whole)
     return (apart / size) ** 0.5 if size else 0.0

@@ -20,14 +20,13 @@ from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import device_of
 from fedvlm.errors import FedvlmError
-from fedvlm.system.children import Child, obey
+from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
 from fedvlm.system.interrupts import stoppable
 from fedvlm.system.machine import cores
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.launchers import HERE
-from fedvlm.training.launchers.base import run_elsewhere
 from fedvlm.training.planning import Job
+from fedvlm.training.slurm import HERE, run_elsewhere
 from fedvlm.training.train import OnRound, train
 
 MOST = 60 if sys.platform == "win32" else sys.maxsize  # processes; Windows waits for 63 pipes at most

@@ -18,7 +18,7 @@ class Sampled(NamedTuple):
 
 
 def cohort_size(config: Config, able: int) -> int:
-    """Of a cohort of a fixed size; the largest expected one of a Poisson cohort, rounded up."""
+    """The size of a cohort of a fixed size; the largest expected one of a Poisson cohort, rounded up."""
     return max(1, int(np.ceil(config.participation * able)))
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import save
 from fedvlm.backbones.arithmetic import described
 from fedvlm.config.config import Setup
 from fedvlm.core.adapter import HasDiagnostics
+from fedvlm.core.client_names import counted
 from fedvlm.core.cohort import Carrier, Cohort
-from fedvlm.core.many import counted
 from fedvlm.core.records import UPDATE, Result, RoundRecord
 from fedvlm.core.state import Message, Note, Params, State, is_running_statistic
 from fedvlm.data.clients import Federation, federate
@@ -32,7 +32,7 @@ from fedvlm.training.folder import SERVER, STATE, RunFolder
 from fedvlm.training.privacy_plan import check_method, check_secure, planned, recorded
 from fedvlm.training.sampling import cohort_size, sampled
 from fedvlm.training.saved import check_state
-from fedvlm.training.trackers.base import opened
+from fedvlm.training.trackers import opened
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
@@ -146,7 +146,7 @@ def play_rounds(
             spent = recorded(method.privacy, round)
             record |= {"epsilon": spent.epsilon, "delta": spent.delta}
             record |= {} if spent.local_epsilon is None else {"local_epsilon": spent.local_epsilon}
-        if round == last_round or round % config.evaluate == 0:
+        if round == last_round or round % config.evaluate_every == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
                 with timed("evaluate"):

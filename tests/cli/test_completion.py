@@ -19,7 +19,7 @@ BASH = shutil.which("bash")
 def test_commands():
     assert set(complete("fedvlm ")) == {*COMMANDS, "--help", "--version"}
     assert complete("fedvlm ru") == ["run"] and complete("fedvlm --v") == ["--version"]
-    assert complete("fedvlm re") == ["report", "reproduce", "resume"]
+    assert complete("fedvlm re") == ["report", "resume"]
     assert complete("fedvlm nosuch ") == [] and complete("fedvlm nosuch") == []
     assert complete("fedvlm") == complete("fedvlm ") and complete("") == complete("fedvlm ")
 
@@ -100,7 +100,7 @@ def test_values_choices_and_options(line, expected):
     assert complete(f"fedvlm {line}") == expected
 
 
-@pytest.mark.parametrize("verb", ["compare", "report", "resume", "predict", "export", "attack"])
+@pytest.mark.parametrize("verb", ["compare", "report", "resume", "predict", "export"])
 def test_run_folders(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDVLM_RUNS")

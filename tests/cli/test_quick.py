@@ -64,7 +64,6 @@ def known() -> Catalogue:
         (["run", "fedoot"], 1, "did you mean fedot?"),
         (["run", "fedot", "lrr=3"], 1, "lrr= is not a key here; did you mean lr?"),
         (["run", "fedot", "lr=x"], 1, "lr=x: expected a number"),
-        (["run", "ga-unet"], 1, "use: ga on=unet"),
         (["rnu"], 2, "no command 'rnu'; did you mean run?"),
         (["complete", "fedvlm run fedo"], 0, "fedot-all-local"),
         (["completion", "bash"], 0, "complete -o default"),
@@ -101,7 +100,7 @@ def test_importing_fedvlm_loads_nothing_heavy(known):
 
 
 def test_the_shipped_catalogue_is_fresh():
-    """Refresh it with `python -m fedvlm.config.catalogue`."""
+    """Refresh it with `python tools/keys_page.py`."""
     shipped = Catalogue.from_json(SHIPPED.read_text(encoding="utf-8"))
     assert shipped.digest == catalogue.current_digest()
     assert catalogue.make(catalogue.current_digest()) == shipped

@@ -22,7 +22,7 @@ def test_every_recipe_resolves_and_says_what_it_is(name):
 
 def test_the_papers_settings_are_kept():
     """From the papers' own text (METHODS sheets): a change here is a change of the method."""
-    paper = {"settings": "paper"}
+    paper = {"values": "paper"}
     fedot = resolve("fedot", paper)
     assert (fedot.local.lr, fedot.local.weight_decay, fedot.local.epochs, fedot.config.rounds) == (5e-5, 5e-4, 1, 200)
     assert fedot.merge.weights == "uniform" and fedot.adapter.private == ("skew",) and fedot.local.optimiser == "sgd"
@@ -36,14 +36,14 @@ def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_defaults():
     assert resolve("fedot", {"lr": "0.5"}).local.lr == 0.5
     assert resolve("fedot", {"weights": "size"}).merge.weights == "size"
     assert resolve("fedot", {"rounds": "3"}).config.rounds == 3
-    assert resolve("fedot", {"settings": "paper"}).config.rounds == 200 != Config.rounds
+    assert resolve("fedot", {"values": "paper"}).config.rounds == 200 != Config.rounds
 
 
 def test_switching_a_part_keeps_what_the_new_one_knows_and_another_method_keeps_nothing():
-    setup = resolve("fedclip", {"local": "ditto", "settings": "paper"})
+    setup = resolve("fedclip", {"local": "ditto", "values": "paper"})
     assert setup.local.lr == 5e-4 and setup.local.optimiser == "adam" and setup.parts["local"].name == "ditto"
-    assert resolve("fedavg", {"settings": "paper"}).local.lr == 0.01
-    replaced = resolve("fedot-b", {"adapter": "head", "settings": "paper"}).parts["adapter"]
+    assert resolve("fedavg", {"values": "paper"}).local.lr == 0.01
+    replaced = resolve("fedot-b", {"adapter": "head", "values": "paper"}).parts["adapter"]
     assert replaced.name == "head" and "blocks" not in replaced.settings
 
 
@@ -144,10 +144,10 @@ def own(folder: Path, text: str) -> str:
 
 
 def test_a_users_recipe_beats_tuned_settings_and_the_command_line_beats_both(tmp_path):
-    tuned, paper = resolve("fedot", {}), resolve("fedot", {"settings": "paper"})
+    tuned, paper = resolve("fedot", {}), resolve("fedot", {"values": "paper"})
     assert tuned.parts["local"].settings["lr"] != paper.parts["local"].settings["lr"]
     mine = own(tmp_path, "like: fedot\nsettings: {lr: 0.5}\n")
-    for given in ({}, {"settings": "paper"}):
+    for given in ({}, {"values": "paper"}):
         setup = resolve(mine, given)
         assert setup.parts["local"].settings["lr"] == setup.local.lr == 0.5
         assert setup.origins["local.lr"] == "recipe my.yaml"
@@ -166,7 +166,7 @@ def test_each_layer_counts_where_the_stronger_ones_say_nothing(tmp_path):
     setup = resolve(base, {})
     assert (setup.local.lr, setup.local.batch, setup.local.epochs) == (0.3, 8, 1)
     assert setup.origins["local.lr"] == "tuned for mini-clip, recipe my.yaml" and "local.epochs" not in setup.origins
-    assert resolve(base, {"settings": "paper"}).local.lr == 0.2
+    assert resolve(base, {"values": "paper"}).local.lr == 0.2
     assert resolve(base, {"backbone": "other"}).local.lr == 0.4 and resolve(base, {"backbone": "third"}).local.lr == 0.2
     (tmp_path / "child.yaml").write_text("like: my.yaml\nsettings: {lr: 0.6}\n")
     child = resolve(str(tmp_path / "child.yaml"), {})
@@ -178,8 +178,6 @@ def test_a_method_on_a_network():
     assert (setup.method.name, setup.method.on, setup.method.label) == ("ga", "unet", "ga on=unet")
     assert setup.parts["adapter"].name == "unet" and setup.parts["merge"].name == "ga"
     assert setup.config.backbone.startswith("pixels:") and "on" not in setup.settings()
-    with pytest.raises(FedvlmError, match="use: ga on=unet"):
-        resolve("ga-unet", {})
 
 
 @pytest.mark.parametrize(
@@ -277,9 +275,9 @@ def test_init_refuses_and_writes_nothing(words, says, tmp_path, monkeypatch, cap
 
 
 def test_a_users_recipe_can_ask_for_the_papers_settings(tmp_path):
-    (tmp_path / "mine.yaml").write_text("like: fedot\nsettings: {settings: paper}\n")
+    (tmp_path / "mine.yaml").write_text("like: fedot\nsettings: {values: paper}\n")
     assert resolve(str(tmp_path / "mine.yaml"), {}).parts["local"].settings["lr"] == 5e-5
-    asked = resolve(str(tmp_path / "mine.yaml"), {"settings": "tuned"})
+    asked = resolve(str(tmp_path / "mine.yaml"), {"values": "tuned"})
     assert asked.parts["local"].settings["lr"] == resolve("fedot", {}).parts["local"].settings["lr"] != 5e-5
 
 
@@ -289,8 +287,6 @@ def test_a_value_out_of_range_names_its_file(tmp_path):
         resolve(str(tmp_path / "mine.yaml"), {})
 
 
-def test_a_former_key_is_answered_with_its_name_today():
-    with pytest.raises(FedvlmError, match="wander= is not a key here: it is now called noise="):
-        resolve("feddtl", {"wander": 1})
+def test_a_key_of_another_merge_is_answered_with_the_merges_that_have_it():
     with pytest.raises(FedvlmError, match=r"merge=mean has none, merge=(afl|ga|faa) has"):
         resolve("fedavg", {"step": 1})

@@ -40,7 +40,7 @@ NUMERIC = [k for k in KEYS if k.type in ("int", "float") and not k.choices]
         ("grace=-1", "expected a number between 0 and 1000000"),
         ("bound=-1", "expected a number of at least 0"),
         ("bound=nan", "expected a number of at least 0"),
-        ("evaluate=0", "expected a whole number of at least 1"),
+        ("evaluate_every=0", "expected a whole number of at least 1"),
         ("jobs=-1", "expected a whole number of at least 0"),
         ("threads=0", "expected a whole number between 1 and 1024"),
         ("threads=99999", "expected a whole number between 1 and 1024"),
@@ -143,9 +143,9 @@ def test_recipes_python_and_records_are_checked_alike(tmp_path, capsys):
     setup = resolve("fedavg", {})
     record: Any = SimpleNamespace(method=setup.method, config=setup.settings(), given={}, metrics=[], **setup.parts)
     assert Setup.from_record(record, tmp_path) == replace(setup, origins={})
-    for name, value in (("lr", -1), ("momentum", "a lot"), ("lrr", 1), ("evaluate", 0)):
+    for name, value in (("lr", -1), ("momentum", "a lot"), ("lrr", 1), ("evaluate_every", 0)):
         wrong = SimpleNamespace(**vars(record))
-        if name == "evaluate":
+        if name == "evaluate_every":
             wrong.config = record.config | {name: value}
         else:
             wrong.local = replace(record.local, settings=record.local.settings | {name: value})

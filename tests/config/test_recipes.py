@@ -1,4 +1,4 @@
-"""Recipes, presets and published numbers: the same as before recipes and presets were separated, and wrong files named."""
+"""Recipes, presets and published numbers: settings and numbers are those of a frozen table, and wrong files are named."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fedvlm import parts
-from fedvlm.config.keys import RENAMED
-from fedvlm.config.recipe import AXES, PAPERS, Layer, _published, load, names, presets, published, published_data
+from fedvlm.config.recipe import AXES, Layer, _published, load, names, presets, published, published_data
 from fedvlm.errors import FedvlmError
 
-BEFORE = json.loads((Path(__file__).parents[1] / "data" / "recipes_before.json").read_text(encoding="utf-8"))
+FROZEN = json.loads((Path(__file__).parents[1] / "data" / "recipes.json").read_text(encoding="utf-8"))
 PRODUCT = ("fedavg", "fedprox", "ditto", "perfedavg", "ga", "grace", "afl", "q-ffl", "fft-gp")
 OWN = "adapter: head\nlocal: prox\nmerge: mean\n"
 
 
-def now(old: str) -> tuple[str, str]:
-    """Method and preset of a former recipe."""
-    if old in names():
-        return old, ""
-    for preset in ("lstm", "unet", "resnet", "tower"):
-        if old.endswith(f"-{preset}"):
-            return old.removesuffix(f"-{preset}"), preset
-    if old.startswith("fedclip-"):
-        return old.removeprefix("fedclip-"), "attention"
-    return old.removeprefix("promptfl-").removesuffix("-promptfl"), "prompt"
+def method_and_preset(name: str) -> tuple[str, str]:
+    """The two words of a name such as `ga on=unet`; the preset is "" where there is none."""
+    method, _, preset = name.partition(" on=")
+    return method, preset
 
 
 def merged(layers: list[Layer]) -> dict[str, object]:
@@ -39,7 +31,7 @@ def merged(layers: list[Layer]) -> dict[str, object]:
 
 def effective(kinds: dict[str, str], settings: dict[str, object]) -> dict[str, object]:
     """The parts, and every setting with the parts' defaults filled in. Other keys (rounds, backbone, …) are the run's."""
-    out: dict[str, object] = {RENAMED.get(k, k): v for k, v in settings.items()} | kinds
+    out: dict[str, object] = settings | kinds
     for axis, name in kinds.items():
         for f in fields(parts.find(axis, name)):
             default = f.default_factory() if f.default_factory is not MISSING else f.default
@@ -47,9 +39,9 @@ def effective(kinds: dict[str, str], settings: dict[str, object]) -> dict[str, o
     return out
 
 
-@pytest.mark.parametrize("old", BEFORE["recipes"])
-def test_every_former_recipe_resolves_to_the_same_settings(old):
-    before, recipe = BEFORE["recipes"][old], load(*now(old))
+@pytest.mark.parametrize("name", FROZEN["recipes"])
+def test_every_recipe_has_the_settings_of_the_frozen_table(name):
+    before, recipe = FROZEN["recipes"][name], load(*method_and_preset(name))
     kinds = {axis: getattr(recipe, axis) for axis in AXES}
     assert kinds == {axis: before[axis] for axis in AXES}
     tuned, paper = merged(recipe.layers("mini-clip")), merged(recipe.layers("mini-clip", tuned=False))
@@ -67,21 +59,21 @@ def test_a_method_on_its_own_network_is_itself():
     assert merged(load("promptfl").layers("mini-clip")) == merged(load("fedavg", "prompt").layers("mini-clip"))
 
 
-@pytest.mark.parametrize("old", BEFORE["recipes"])
-def test_every_published_number_is_kept(old):
-    before = BEFORE["recipes"][old]["published"]
-    assert before.keys() <= set(published_data(*now(old)))
+@pytest.mark.parametrize("name", FROZEN["recipes"])
+def test_every_published_number_is_kept(name):
+    before, (method, preset) = FROZEN["recipes"][name]["published"], method_and_preset(name)
+    assert before.keys() <= set(published_data(method, preset))
     for data, numbers in before.items():
-        known = [e.numbers for e in _published() if (e.method, e.on, e.data) == (*now(old), data)]
-        assert numbers in known and published(*now(old), data) == max(known, key=len)
-    assert published(*now(old), "roles") == before.get("roles", {})
+        known = [e.numbers for e in _published() if (e.method, e.on, e.data) == (method, preset, data)]
+        assert numbers in known and published(method, preset, data) == max(known, key=len)
+    assert published(method, preset, "roles") == before.get("roles", {})
 
 
-@pytest.mark.parametrize("table", BEFORE["base_to_novel"])
+@pytest.mark.parametrize("table", FROZEN["base_to_novel"])
 def test_base_to_novel_numbers_hold_under_their_settings_only(table):
     partition, _, shots = table.partition(" ")
     given = {"protocol": "base-to-novel", "partition": partition, "shots": 0 if shots == "full" else 16, "alpha": 0.1}
-    for method, numbers in BEFORE["base_to_novel"][table].items():
+    for method, numbers in FROZEN["base_to_novel"][table].items():
         found = published(method, "", "caltech101", given)
         assert f"{found['base']:.2f}/{found['novel']:.2f}" == numbers
         assert str(found["source"]).startswith("FedDTL Table 1")
@@ -98,11 +90,6 @@ def test_all_files_can_be_read_and_name_methods_and_presets_that_exist():
         titles = {load(name, preset).title for name in PRODUCT}
         assert len(titles) == len(PRODUCT)
         assert {load(name, preset).adapter for name in PRODUCT} == {preset}
-    for path in PAPERS.glob("*.yaml"):
-        for table in yaml.safe_load(path.read_text(encoding="utf-8").replace("on:", "preset:"))["tables"]:
-            for row in table["rows"]:
-                assert "over" in table or row.get("method") in names() or row["missing"]  # over: a mean of other tables
-                assert row.get("preset", "") in ("", *presets())
 
 
 def test_layers_are_ordered_and_say_where_they_come_from(tmp_path):
@@ -157,23 +144,6 @@ def test_like_follows_paths_and_names(tmp_path):
     assert merged(load(child.path, "tower").layers(""))["mu"] == 3
     (tmp_path / "fedot.yaml").write_text("like: fedot\n")  # a name is the built-in recipe, not the file itself
     assert load(str(tmp_path / "fedot.yaml")).adapter == "rotation"
-
-
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        *((old, now(old)) for old in BEFORE["recipes"] if old not in names()),
-        ("scaffold-unet", ("scaffold", "unet")),
-    ],
-)
-def test_a_former_name_is_answered_with_the_new_one(name, use, tmp_path):
-    with pytest.raises(FedvlmError) as caught:
-        load(name)
-    assert str(caught.value) == f"method {name}: recipes combine now; use: {use[0]} on={use[1]}"
-    mine = tmp_path / "my.yaml"
-    mine.write_text(f"like: {name}\n")
-    with pytest.raises(FedvlmError, match=f"use like: {use[0]}, .* on={use[1]}"):
-        load(str(mine))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from fedvlm.cli import main
 from fedvlm.config import trust
 from fedvlm.core.records import LARGEST, ExportRecord, RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 from fedvlm.predict.export.folder import export
 from fedvlm.system import allowed
 from fedvlm.training.folder import RunFolder
@@ -122,7 +122,7 @@ def said(words: list[str], capsys) -> str:
 def test_code_in_a_run_does_not_run(home, received, picture, tmp_path, capsys):
     marker = tmp_path / "marker"
     folder = with_code(received(result=None), home, marker)
-    kind, seal = home.partition("-")[0], own.stored(folder / "code" / home, "idea.py").seal[:8]
+    kind, seal = home.partition("-")[0], user_code.stored(folder / "code" / home, "idea.py").seal[:8]
     name = "mine" if kind == "metric" else "idea.py"
     calls = [["resume", str(folder)]]
     if kind in ("adapter", "local", "merge"):
@@ -412,7 +412,7 @@ def test_code_is_written_beside_no_other_code(tmp_path):
     """A folder that already holds a module of that name, such as torch.py, would have it imported."""
     (tmp_path / "torch.py").write_text("raise SystemExit\n")
     with pytest.raises(FedvlmError, match=r"holds other code \(torch.py\)"):
-        own.Code({"idea.py": "import torch\n"}, "idea.py").write(tmp_path)
+        user_code.Code({"idea.py": "import torch\n"}, "idea.py").write(tmp_path)
     assert not (tmp_path / "idea.py").exists()
 
 

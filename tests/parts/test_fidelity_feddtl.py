@@ -19,7 +19,6 @@ from fedvlm.backbones.base import ViewFormat, encode_view
 from fedvlm.config.config import resolve
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.model import Model
-from fedvlm.core.records import as_trained
 from fedvlm.core.state import with_client_axis
 from fedvlm.data.embeddings import open_embeddings, write_embeddings
 from fedvlm.data.pool import embedding_pool
@@ -116,8 +115,8 @@ def test_rank_and_layers_move_both_towers_unless_both_are_given():
 
     assert text(rank=8) == (8, 2) and text(layers=4) == (4, 4)
     assert text(rank=8, layers=4, text_rank=2, text_layers=0) == (2, 0)
-    assert resolve("feddtl", {"data": "emoji", "settings": "paper"}).adapter.layers == 3
-    assert text(settings="paper") == (4, 3)
+    assert resolve("feddtl", {"data": "emoji", "values": "paper"}).adapter.layers == 3
+    assert text(values="paper") == (4, 3)
 
 
 def test_sixteen_embeddings_of_each_class():
@@ -306,12 +305,3 @@ def test_maple_is_nine_layers_deep_or_as_deep_as_the_tower(capsys):
     assert f"depth=9: the smaller tower has {layers} layers" in capsys.readouterr().err
     Maple(depth=layers).init(task, 1)
     assert capsys.readouterr().err == ""
-
-
-def test_an_adapter_of_before_keeps_to_normalised_embeddings():
-    before: dict = {"name": "attention", "settings": {"private": []}}  # as fedvlm 0.2 wrote it
-    now: dict = {"name": "attention", "settings": {"private": [], "width": 1, "unit": False}}
-    for record in (before, now):
-        as_trained(record)
-    assert Attention(unit=before["settings"]["unit"]).view == "embedding"
-    assert Attention(unit=now["settings"]["unit"]).view == "raw"

@@ -618,7 +618,7 @@ def test_rows_that_were_not_run_again_stay_with_their_date(monkeypatch):
 
 def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_path):
     torch.set_default_dtype(torch.float32)
-    one, more = (train_small(images, tmp_path / str(r), "moments", rounds=r, evaluate=2) for r in (1, 3))
+    one, more = (train_small(images, tmp_path / str(r), "moments", rounds=r, evaluate_every=2) for r in (1, 3))
     assert [r["round"] for r in more.rounds()] == [0, 1]
     assert more.record.finished.last["personal"] == one.record.finished.last["personal"]
     assert "moments: 1 round, after which more would change nothing" in summarise([more]).notes

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from helpers import CLASSES
+from papers.measures import seed_values
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -33,11 +34,9 @@ from fedvlm.data.source import digest, open_source
 from fedvlm.errors import FedvlmError
 from fedvlm.predict import questions
 from fedvlm.predict.export.card import plain
-from fedvlm.predict.export.hub import push
 from fedvlm.predict.export.onnx import difference, example_images, pixels_of, preprocessing, to_onnx
 from fedvlm.predict.export.weights import copy_backbone
 from fedvlm.predict.predictor import FAR_BELOW, Predictor, far_below
-from fedvlm.studies.papers.measures import seed_values
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINI_CLIP = Path(backbones.ASSETS) / "mini-clip"
@@ -201,41 +200,6 @@ def test_a_backbone_from_another_place(images, pictures, tmp_path):
 def test_a_backbone_without_files_cannot_be_copied(tmp_path):
     with pytest.raises(FedvlmError, match="--with-backbone: backbone=pixels:16 is no folder of weights"):
         copy_backbone(backbones.load("pixels:16"), tmp_path / "backbone")
-
-
-def test_old_exports_are_read(exported, pictures, tmp_path):
-    """Those of 0.2 have no scores and no card."""
-    shutil.copytree(exported, tmp_path / "old")
-    about = json.loads((exported / "config.json").read_text())
-    del about["scores"]
-    (tmp_path / "old" / "config.json").write_text(json.dumps(about))
-    (tmp_path / "old" / "README.md").unlink()
-    assert fedvlm.load(tmp_path / "old").predict(pictures) == fedvlm.load(exported).predict(pictures)
-    assert command("push", tmp_path / "old", tmp_path / "hub") == 1
-
-
-def test_a_folder_for_the_hub(run, exported, pictures, tmp_path, capsys):
-    assert command("push", exported, tmp_path / "one") == 0
-    said = capsys.readouterr().out
-    assert "nothing was uploaded; next: hf upload OWNER/NAME" in said
-    assert {p.name for p in (tmp_path / "one").iterdir()} >= {"README.md", "config.json", "adapter.safetensors"}
-    assert fedvlm.load(tmp_path / "one").predict(pictures) == fedvlm.load(exported).predict(pictures)
-    assert command("push", exported, tmp_path / "one") == 1 and "is not empty" in capsys.readouterr().err
-    assert command("push", run.folder, tmp_path / "two", "--client", "twemoji") == 0
-    assert "its private parameters are in the folder" in capsys.readouterr().err
-    (tmp_path / "linked").mkdir()
-    shutil.copytree(exported, tmp_path / "linked", dirs_exist_ok=True)
-    (tmp_path / "linked" / "code").symlink_to(run.folder)
-    assert command("push", tmp_path / "linked", tmp_path / "three") == 1
-
-
-def test_a_hub_folder_names_no_path_of_this_machine(exported, tmp_path):
-    shutil.copytree(exported, tmp_path / "model")
-    about = json.loads((exported / "config.json").read_text())
-    about["backbone"]["name"], about["method"]["path"] = "/home/me/weights/clip", "/home/me/mine.yaml"
-    (tmp_path / "model" / "config.json").write_text(json.dumps(about))
-    push(tmp_path / "model", tmp_path / "hub")
-    assert "/home/me" not in (tmp_path / "hub" / "config.json").read_text()
 
 
 # ONNX

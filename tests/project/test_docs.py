@@ -20,18 +20,19 @@ import pages
 import pytest
 import yaml
 from pages import PAGES, ROOT
+from papers.manifest import find
+from papers.published import paper_names
 
 import fedvlm
 from fedvlm import parts
 from fedvlm.cli import _parse, main
-from fedvlm.cli.commands import convert, encode_server, evaluate, federation, join, serve
+from fedvlm.cli.commands import encode_server, evaluate, federation, join, serve
 from fedvlm.cli.commands.values import values
 from fedvlm.cli.demo import METHODS
 from fedvlm.config import recipe
 from fedvlm.config.config import key_values, resolve
 from fedvlm.errors import FedvlmError
 from fedvlm.studies import sweep
-from fedvlm.studies.papers.manifest import find
 
 NAMES = {"METHOD": "fedot", "NAME": "fedot", "A": "fedot", "PAPER": "fedot", "TABLE": "1"}  # placeholders on pages
 DROPPED = ("backbone", "rounds", "seeds", "out", "engine", "--onnx")  # what `small` leaves out
@@ -61,7 +62,7 @@ def check_reproduce(words: list[str]) -> None:
             keys.pop(beside, None)
         resolve("fedavg", {k: v for k, v in keys.items() if k not in ("start", "text_backbone")})
     else:
-        assert not names or names[0] in recipe.paper_names(), names
+        assert not names or names[0] in paper_names(), names
 
 
 def check_questions(pairs: list[str]) -> None:
@@ -79,11 +80,9 @@ def check(words: list[str]) -> None:
         "init": lambda: check_run(str(key_values(args.pairs).get("like", "fedavg")), without(args.pairs, "like")),
         "demo": lambda: [check_run(m, args.pairs) for m in METHODS],
         "bench": lambda: check_bench(args.words),
-        "reproduce": lambda: check_reproduce(args.words),
         "evaluate": lambda: check_questions(args.pairs),
         "serve": lambda: values(serve.KEYS, args.pairs),
         "join": lambda: values(join.KEYS, args.pairs),
-        "convert": lambda: values(convert.KEYS[args.kind], args.pairs),
         "encode-server": lambda: values(encode_server.KEYS, args.pairs),
         "federation": lambda: values(
             {"init": federation.INIT, "add": federation.ADD, "status": []}[args.what],
@@ -130,7 +129,7 @@ def small(words: list[str], number: int) -> list[str]:
             found.append(f"{key}={','.join(value.split(',')[: 1 + (key == 'lr')])}")
         elif "…" in word or word.startswith("runs/") or word == "RUN":
             found.append("RUN")
-        elif before == "--out" or (command == "push" and word == rest[-1]):
+        elif before == "--out":
             found.append(f"out-{number}")
         elif word.endswith((".jpg", ".png")) or (word == "FOLDER" and command == "predict"):
             found.append("image.png")
@@ -173,6 +172,17 @@ def test_short_commands_run(world, capsys):
     assert failed == [] and len(done) > 20
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_that_a_page_reproduces_exists(page):
+    for line in re.findall(r"benchmarks/reproduce\.py ([^#`\n]*)", pages.text_of(page)):
+        check_reproduce([word for word in line.split() if not word.startswith("--")])
+
+
+def test_a_table_that_does_not_exist_is_found():
+    with pytest.raises(FedvlmError):
+        check_reproduce(["fedot", "99", "data=PACS"])
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -183,12 +193,9 @@ def test_short_commands_run(world, capsys):
         "run fedot device=tpu",
         "bench fedot fedavg nonesuch=1",
         "bench fedot lr=0.1..1",
-        "convert leef source out",
-        "convert leaf source out clases=10",
         "join north.zip dta=images",
         "federation init north prt=1",
         "evaluate RUN outsider=A",
-        "reproduce fedot 99 data=PACS",
         "init mine.yaml like=fedott",
     ],
 )
@@ -274,14 +281,6 @@ def test_every_part_of_a_recipe_has_its_equation():
         "merge=experts",
         "merge=stages",
     }  # they choose among what is there
-
-
-def test_the_drawing_has_every_folder():
-    drawn = (ROOT / "docs" / "house.svg").read_text(encoding="utf-8")
-    for folder in (p for p in (ROOT / "fedvlm").iterdir() if p.is_dir() and p.name != "__pycache__"):
-        assert f"{folder.name}/" in drawn, folder.name
-    for name in re.findall(r"(\w+\.py)", drawn):
-        assert (ROOT / "fedvlm" / name).is_file(), name
 
 
 def test_the_site_builds(tmp_path, monkeypatch):

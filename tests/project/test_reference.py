@@ -12,7 +12,15 @@ from fedvlm.data.pool import Pools
 from fedvlm.training import train
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-GIVEN = {"data": "emoji", "unseen": ["noto"], "domains": 4, "batch": 100_000, "rounds": 3, "lr": 0.03, "evaluate": 3}
+GIVEN = {
+    "data": "emoji",
+    "unseen": ["noto"],
+    "domains": 4,
+    "batch": 100_000,
+    "rounds": 3,
+    "lr": 0.03,
+    "evaluate_every": 3,
+}
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedot", "fedlt"])

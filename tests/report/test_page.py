@@ -1,4 +1,4 @@
-"""The page: charts, tables, details, images, and the page while runs go on. Run folders as in run_folders.py."""
+"""The page: charts, tables, details and images. Run folders as in run_folders.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import base64
 import hashlib
 import html as escaping
 import re
-import threading
-import urllib.error
-import urllib.request
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +27,7 @@ from fedvlm.report import axes, charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
 from fedvlm.report.details import calibration, confusion, details, mirrored, principal
 from fedvlm.report.figures import LIGHT, gather
-from fedvlm.report.live import Live, server
 from fedvlm.report.page import Options, code, html
-from fedvlm.report.snapshot import Snapshot
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.train import train
@@ -383,82 +377,3 @@ def test_outsiders_are_drawn_as_the_run_scored_them(images: Path, tmp_path: Path
     assert np.sort(own) == pytest.approx(np.sort(said.probabilities("shared").max(1)), abs=1e-5)  # type: ignore[union-attr]
     page = html([run], Options(details=True))
     assert "Outsiders, zero-shot" in page and any(tip.startswith("outsiders: ") for tip in tips(page))
-
-
-# while runs go on
-
-
-def unfinished(run: RunFolder) -> None:
-    run.write("run.json", replace(run.record, result=None).to_json().encode())
-
-
-def test_a_run_that_goes_on_ends_with_its_last_round(tmp_path: Path) -> None:
-    run = write(tmp_path, "fedavg", "art")
-    whole = run.record
-    unfinished(run)
-    so_far = Snapshot(run, running=True).record
-    assert so_far.finished.last == whole.finished.last and so_far.finished.bytes_up == whole.finished.bytes_up
-    assert so_far.finished.unseen == whole.finished.unseen
-    assert Snapshot(run).record.result is None and not Snapshot(run, running=True).finished
-    (run.folder / "rounds.jsonl").unlink()
-    assert "No round has been scored yet" in html([run], Options(live="x"))
-
-
-def test_nothing_is_compared_while_runs_go_on(tmp_path: Path) -> None:
-    """A bench in the middle: one method is finished, of another one target has started."""
-    runs = [r for r in many(tmp_path) if "fedot" not in r.folder.name or r.folder.name == "fedot-art-1-7"]
-    page = html(runs, Options(live="x"))
-    assert "beats zero-shot" in page
-    for run in runs:
-        if "fedot" in run.folder.name or "fedavg-sketch" in run.folder.name:
-            unfinished(run)
-    page = html(runs, Options(live="x"))
-    assert "still going" in page and "beats" not in page and "<b>76" not in page and "Still running" in page
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, RunFolder]]:
-    run = write(tmp_path, "fedavg", "art")
-    unfinished(run)
-    made = server(Live([str(tmp_path)], Options()), 0)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{made.server_port}", run
-    made.shutdown()
-    made.server_close()
-    thread.join()
-
-
-def get(url: str, **headers: str) -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
-        return str(answer.read().decode())
-
-
-def test_the_live_page_follows_the_folders(served: tuple[str, RunFolder]) -> None:
-    home, run = served
-    page, state = get(home), get(f"{home}/state")
-    assert (
-        f'data-state="{state}"' in page and "round 3 of 3" in page and "connect-src 'self'" in escaping.unescape(page)
-    )
-    run.append(run.rounds()[-1] | {"round": 4})  # type: ignore[arg-type]
-    assert get(f"{home}/state") != state and "round 4 of 3" in get(home)
-
-
-def test_the_live_page_is_for_this_machine_and_read_only(served: tuple[str, RunFolder]) -> None:
-    home, _ = served
-    for url, headers, status in (
-        (f"{home}/run.json", {}, 404),
-        (f"{home}/../../etc/passwd", {}, 404),
-        (home, {"Host": "example.org"}, 403),
-    ):
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            get(url, **headers)
-        assert refused.value.code == status
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(home, data=b"x")
-    assert refused.value.code == 501
-
-
-def test_watching_takes_no_images(tmp_path: Path) -> None:
-    write(tmp_path, "fedavg", "art")
-    assert cli.main(["report", str(tmp_path), "--watch", "--images"]) != 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import subprocess
 import sys
@@ -21,9 +20,7 @@ from rich.console import Console
 from run_folders import CASES, many, write
 
 from fedvlm.cli import demo
-from fedvlm.core.records import (
-    PartRecord,
-)
+from fedvlm.core.records import MetricRecord, PartRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
@@ -33,7 +30,6 @@ from fedvlm.report.tables import settings, summarise
 from fedvlm.report.written import latex, write_csv
 from fedvlm.system import console
 from fedvlm.system.table import Table
-from fedvlm.training.folder import RunFolder
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -182,6 +178,20 @@ def test_further_metrics_are_columns(tmp_path: Path) -> None:
     assert ">ece</th>" in (tmp_path / "page.html").read_text()
 
 
+def test_only_shares_are_in_percent(tmp_path: Path) -> None:
+    """A metric whose class says percent = False, such as a Brier score."""
+    run = write(tmp_path, "fedavg", "art", metrics={"ece": 0.125, "brier": 0.86})
+    about = [MetricRecord("ece", percent=True), MetricRecord("brier", percent=False)]
+    run.write("run.json", replace(run.record, metrics=about).to_json().encode())
+    table = summarise([run])
+    assert (table.rows[0]["ece"], table.rows[0]["brier"]) == ("12.50", "0.86")
+    told = [n for n in table.notes if "personal models, mean over clients and runs" in n]
+    assert told == [
+        "ece: personal models, mean over clients and runs, in %",
+        "brier: personal models, mean over clients and runs",
+    ]
+
+
 def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
     table = summarise([write(tmp_path, "fedavg", "art")])
     assert table.columns == ["method", "G", "S", "P", "C", "MB up/round", "shared", "private", "seconds"]
@@ -202,22 +212,6 @@ def test_methods_are_compared_with_the_frozen_model(tmp_path: Path) -> None:
     ]
     assert against(summarise([write(tmp_path / "one", "fedavg", "art")])) == []
     assert r"fedot & \textbf{76.50 $\pm$ 0.71} &" in latex({"": table})
-
-
-def test_runs_of_the_first_format_give_the_same_table(tmp_path: Path) -> None:
-    """run.json as fedvlm 0.1 wrote it, for a table and a page."""
-    run = write(tmp_path, "fedavg", "art")
-    record, old = run.record, RunFolder(tmp_path / "old")
-    raw = json.loads(record.to_json())
-    config = raw["config"] | {"adapter": {"head": {}}, "local": {"sgd": {"lr": 0.1}}, "merge": {"mean": {}}}
-    kept = {k: raw[k] for k in ("identity", "given", "versions", "started", "clients", "homes", "result")}
-    data = {k: v for k, v in raw["data"].items() if k not in ("metric", "novel", "nouns", "skipped")}
-    backbone = {"name": "tiny@1", "dim": 4, "scale": 1.0}
-    info = kept | {"method": "fedavg", "config": config | {"method": "fedavg"}, "data": data, "backbone": backbone}
-    old.write("run.json", json.dumps(info).encode())
-    old.write("rounds.jsonl", (run.folder / "rounds.jsonl").read_bytes())
-    assert old.record.legacy and summarise([old]) == summarise([run])
-    assert gather([old], LIGHT)[0].rounds == [0, 1, 2, 3]
 
 
 EXAMPLE = Table(

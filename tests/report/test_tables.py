@@ -203,13 +203,10 @@ def test_what_a_protocol_removes_is_a_row_of_its_own(tmp_path: Path, value: str)
     assert len(groups) == (2 if value == "base-to-novel" else 1)
 
 
-# keys that a fair table need not name, beside those by fingerprint: which examples are used and where it was computed
-UNNAMED = ONE_ROW - {"seed"} | {"domains", "classes", "stride", "broken", "settings", "encode", "evaluate"}
-# and those of the training that only `settings of the methods` tell of
+# keys that a fair table need not name: which examples are used (by fingerprint) and where it was computed; and those of the
+# training that only "settings that belong to the methods" tells of
+UNNAMED = ONE_ROW - {"seed", "unseen"} | {"domains", "classes", "stride", "broken", "values", "evaluate_every"}
 UNNAMED |= {"bound", "clip_norm", "clip_quantile"}
-UNNAMED |= {"partition", "clients", "alpha", "per_client", "centre", "template", "group", "outsiders", "corrupt"}
-UNNAMED |= {"participation", "sampling", "dropout", "quorum", "dp", "epsilon", "delta", "noise_multiplier", "noise_at"}
-UNNAMED |= {"secure", "threshold", "secure_range"}
 
 
 @pytest.mark.parametrize("key", sorted({f.name for f in fields(Config)} - UNNAMED))

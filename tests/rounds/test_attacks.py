@@ -55,7 +55,7 @@ def play(folder: Path, lying: ModuleType, name: str, patch: pytest.MonkeyPatch) 
             return cls(job.method, job.data, lying.BY_NAME[name])
 
     patch.setattr(Setup, "engine_class", lambda setup: Engine)
-    given = {"partition": "iid", "clients": 10, "rounds": ROUNDS, "lr": 0.3, "epochs": 2, "settings": "paper"}
+    given = {"partition": "iid", "clients": 10, "rounds": ROUNDS, "lr": 0.3, "epochs": 2, "values": "paper"}
     return train.train(resolve("fedavg", given), pool(), folder)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -110,13 +109,12 @@ def test_a_grid_is_the_product_and_a_failed_run_is_never_chosen():
         ({"local.lr": "0.1,0.2"}, {"local.lr": [0.1, 0.2]}),
         ({"optimiser": "sgd,adam"}, {"optimiser": ["sgd", "adam"]}),
         ({"template": "a {},the {}", "seeds": "1,2", "split": "60,20,20", "classes": "a,b", "lr": "0.1"}, {}),
-        ({"lr": "0.001..0.1", "search": "optuna", "trials": "3"}, {"lr": sweep.Interval(0.001, 0.1)}),
     ],
 )
 def test_which_keys_are_swept(given, axes):
     fixed, search = sweep.separated(["fedavg"], given)
-    assert search.axes == axes and search.trials == (3 if "search" in given else 0)
-    assert fixed.keys() == given.keys() - axes.keys() - {"search", "trials"}
+    assert search.axes == axes
+    assert fixed.keys() == given.keys() - axes.keys()
 
 
 @pytest.mark.parametrize(
@@ -126,10 +124,6 @@ def test_which_keys_are_swept(given, axes):
         ({"partition": "iid,dirichlet"}, "start a bench for each value"),
         ({"lr": "0.1,high"}, "lr=high: expected a number"),
         ({"lr": "0.1,0.1"}, "at least two values"),
-        ({"lr": "0.001..0.1"}, "an interval needs search=optuna; a grid is lr=A,B,C"),
-        ({"search": "grid"}, "there is optuna"),
-        ({"search": "optuna"}, "needs something to search, such as lr="),
-        ({"lr": "0.1..0.001", "search": "optuna"}, "expected LOW..HIGH"),
     ],
 )
 def test_sweeps_that_make_no_sense(given, says):
@@ -140,26 +134,13 @@ def test_sweeps_that_make_no_sense(given, says):
 def test_a_closed_form_has_no_optimiser_to_sweep(images, capsys):
     setup = resolve("moments", {"data": str(images), "lr": 0.5, "unseen": "noto"})
     assert not {"lr", "local.lr", "batch"} & set(sweep.keys_of(setup)) and "pulls" in sweep.keys_of(setup)
-    planning.sketch(setup, Pools())
+    planning.checked_outline(setup, Pools())
     assert "lr= has no effect on moments" in capsys.readouterr().out
 
 
 def test_moments_are_no_updates_to_compare():
     with pytest.raises(FedvlmError, match="cosine=true"):
         _ = resolve("moments", {"cosine": True}).merge
-
-
-def test_optuna_is_asked_for_settings(images, tmp_path):
-    given = {"data": str(images), "unseen": "noto", "seeds": [1], "rounds": 1, "jobs": 1, "out": str(tmp_path / "runs")}
-    given |= {"lr": "0.001..0.1", "search": "optuna", "trials": 2}
-    if importlib.util.find_spec("optuna") is None:
-        with pytest.raises(FedvlmError, match=r'pip install "fedvlm\[search\]"'):
-            fedvlm.bench(["fedavg"], **given)
-        return
-    runs = fedvlm.bench(["fedavg"], **given)
-    tries = [r.record.local.settings["lr"] for r in fedvlm.runs(tmp_path / "runs" / "sweep")]
-    assert len(tries) == 2 and all(0.001 <= lr <= 0.1 for lr in tries)
-    assert runs[-1].record.local.settings["lr"] in tries and "2 trials of optuna" in str(runs.table())
 
 
 def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
@@ -175,7 +156,7 @@ def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
 
 
 # keys that say nothing of the frozen model: how methods are trained, and where that is computed
-OF_TRAINING = {"settings", "rounds", "participation", "sampling", "dropout", "quorum", "bound", "evaluate"}
+OF_TRAINING = {"values", "rounds", "participation", "sampling", "dropout", "quorum", "bound", "evaluate_every"}
 OF_TRAINING |= {"dp", "epsilon", "delta", "noise_multiplier", "clip_norm", "clip_quantile", "noise_at"}
 OF_TRAINING |= {"secure", "threshold", "secure_range"}
 OF_COMPUTING = {"federation", "engine", "device", "chunk", "workers", "threads", "timeout", "grace", "log"}

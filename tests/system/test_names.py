@@ -17,6 +17,7 @@ from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
 from fedvlm.predict import predictor
 from fedvlm.system import console
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import RESERVED, file_name, printable
 from fedvlm.system.table import Table
 from fedvlm.training.folder import RunFolder
@@ -175,3 +176,7 @@ def test_a_client_is_found_by_its_whole_name(done, tmp_path):
     """A client whose name is the safe form of another's is another client."""
     with pytest.raises(FedvlmError, match="no such client"):
         predictor.from_run(done, file_name("../x"))
+
+
+def test_a_count_of_one_is_singular():
+    assert [counted(n, "round") for n in (0, 1, 2, 1234)] == ["0 rounds", "1 round", "2 rounds", "1,234 rounds"]

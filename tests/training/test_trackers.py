@@ -12,7 +12,7 @@ from helpers import small_setup
 from fedvlm.cli import main
 from fedvlm.data.pool import Pools
 from fedvlm.training import train
-from fedvlm.training.trackers.base import numbers
+from fedvlm.training.trackers import numbers
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 

@@ -8,7 +8,7 @@ from fedvlm import parts
 from fedvlm.config import catalogue, recipe
 from fedvlm.config.keys import Key
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import own
+from fedvlm.parts import user_code
 from fedvlm.system.machine import runs_home
 
 BASH = """_fedvlm() {
@@ -29,7 +29,7 @@ complete -o default -o nospace -F _fedvlm fedvlm
 FISH = """complete -c fedvlm -f -a '(fedvlm complete (commandline -cp) 2>/dev/null)'
 """
 TAKES_METHOD = ("run", "show", "bench")
-TAKES_RUNS = ("compare", "report", "resume", "predict", "export", "evaluate", "attack")
+TAKES_RUNS = ("compare", "report", "resume", "predict", "export", "evaluate")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -60,7 +60,6 @@ def candidates(before: list[str], current: str) -> list[str]:
     methods = recipe.names() if verb in TAKES_METHOD and (not named or verb == "bench") else []
     takes_keys = verb in (*TAKES_METHOD, "demo") and (named or verb == "demo")
     known = [f"{k.name}=" for k in keys(named, given)] + ["on=", "adapter=", "local=", "merge="] if takes_keys else []
-    known += ["search=", "trials="] if verb == "bench" and named else []
     unused = [k for k in known if k[:-1] not in given]
     folders = run_folders() if verb in TAKES_RUNS else []
     return [*(flags if current.startswith("-") else []), *(choices if not named else []), *methods, *unused, *folders]
@@ -80,7 +79,9 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
     try:
         chosen = recipe.load(named[0], given.get("on", ""))
         for axis in parts.AXES:
-            if axis in given or not own.is_own(getattr(chosen, axis)):  # a recipe's code does not run on pressing a key
+            if axis in given or not user_code.is_own(
+                getattr(chosen, axis)
+            ):  # a recipe's code does not run on pressing a key
                 found += catalogue.keys(axis, given.get(axis, getattr(chosen, axis)))
     except FedvlmError:
         pass  # an unfinished name: the run's own keys still fit
@@ -90,8 +91,6 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
 def values(key: str, named: list[str], given: dict[str, str]) -> list[str]:
     if key == "on":
         return recipe.presets()
-    if key == "search":
-        return ["optuna"]
     if key in parts.KINDS:
         return parts.names(key) + (["auto"] if key == "engine" else [])
     if key == "metrics":

@@ -7,6 +7,7 @@ import argparse
 from fedvlm.cli.doctor import examine
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console
+from fedvlm.system.formatting import counted
 
 STYLES = {"ok": "green", "note": "yellow", "broken": "red"}
 
@@ -18,4 +19,4 @@ def main(args: argparse.Namespace) -> None:
         console.out.print(finding.what + (f" → {finding.fix}" if finding.fix else ""), markup=False)
         broken += finding.state == "broken"
     if broken:
-        raise FedvlmError(f"{broken} thing{'s' * (broken > 1)} to put right, see above")
+        raise FedvlmError(f"{counted(broken, 'thing')} to put right, see above")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 
 from fedvlm import api
 from fedvlm.cli.commands.output import write_rows
@@ -11,7 +12,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.predict.questions import FOLDER, table
 from fedvlm.system import console
 
-KEYS = ("outsiders", "corrupt", "data")
+KEYS = [name for name in inspect.signature(api.Run.evaluate).parameters if name != "self"]
 
 
 def main(args: argparse.Namespace) -> None:

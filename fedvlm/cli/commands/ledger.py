@@ -79,7 +79,7 @@ def show(paths: list[Path], csv: str | None) -> None:
 
 
 def row(entry: Entry, most: int | None = None, digits: int | None = None) -> list[str]:
-    """With at most so many tensors and digits of the hash (None: all)."""
+    """The cells of an entry, with at most so many tensors and digits of the hash (None: all)."""
     named = [f"{t.name}[{'×'.join(map(str, t.shape))}]" for t in entry.tensors[:most]]
     more = len(entry.tensors) - len(named)
     tensors = " ".join(named) + (f" and {more} more" if more else "")

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def list_runs() -> None:
-    """Those in the folder of runs, with their last scores."""
+    """List the runs in the folder of runs, with their last scores."""
     from fedvlm.core.records import value_of
     from fedvlm.evaluation.protocols import target
     from fedvlm.system.machine import runs_home

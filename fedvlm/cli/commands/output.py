@@ -47,7 +47,7 @@ def show_table(runs: Runs, args: argparse.Namespace) -> None:
 
 
 def write_table(runs: Runs, args: argparse.Namespace) -> None:
-    """On the screen, a table for each data set, and to the files that --csv and --latex ask for."""
+    """Print a table for each data set, and write the files that --csv and --latex ask for."""
     from fedvlm.report.gains import against
     from fedvlm.report.written import latex, write_csv
 

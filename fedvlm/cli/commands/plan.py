@@ -9,7 +9,7 @@ from fedvlm.data.clients import Federation, partition_of, table
 from fedvlm.data.sample import Sampled
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
-from fedvlm.system.units import duration, size
+from fedvlm.system.formatting import counted, duration, size
 from fedvlm.training import planning, train
 from fedvlm.training.privacy_plan import recorded
 
@@ -32,7 +32,7 @@ def show_plan(setup: Setup, found: Sampled) -> None:
     cost = planning.estimate(method, federation, setup)
     total = cost.seconds * setup.config.rounds * len(jobs)
     console.out.print(
-        f"{len(jobs)} run{'s' * (len(jobs) > 1)} × {setup.config.rounds} rounds; a round asks {cost.asked} clients: "
+        f"{counted(len(jobs), 'run')} × {counted(setup.config.rounds, 'round')}; a round asks {cost.asked} clients: "
         f"{size(cost.down)} down, {size(cost.up)} up, about {duration(cost.seconds)} "
         f"({duration(total)} in all, one after the other)"
     )

@@ -12,6 +12,7 @@ from fedvlm.data.source import IMAGES
 from fedvlm.errors import FedvlmError
 from fedvlm.predict.predictor import Predictor
 from fedvlm.system import console, files
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import file_name
 
 BATCH = 64
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
         write_masks(model, paths, Path(args.masks))
     if args.out or args.csv:
         write_rows(args.out or args.csv, columns, lines)
-        console.line(f"{len(paths):,} image{'s' * (len(paths) > 1)}: written to {args.out or args.csv}")
+        console.line(f"{counted(len(paths), 'image')}: written to {args.out or args.csv}")
     else:
         console.rows(columns, lines)
 

@@ -21,9 +21,9 @@ def main(args: argparse.Namespace) -> None:
     if args.dry:
         from fedvlm.cli.commands.plan import show_plan
         from fedvlm.data.sample import sampled
-        from fedvlm.training.planning import sketch
+        from fedvlm.training.planning import checked_outline
 
-        return show_plan(setup, sampled(setup, sketch(setup, pools)))
+        return show_plan(setup, sampled(setup, checked_outline(setup, pools)))
     jobs = api.plan([setup], pools)
     run_and_show(jobs, setup.config.jobs, pools, args)
     if len(jobs) > 1:

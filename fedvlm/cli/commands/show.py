@@ -10,7 +10,7 @@ from fedvlm import api
 from fedvlm.config import recipe
 from fedvlm.config.config import key_values
 from fedvlm.system import console
-from fedvlm.system.units import duration
+from fedvlm.system.formatting import counted, duration
 
 SHORTEST = 0.05  # seconds of a phase that is shown
 SCORES = ("G", "S", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
@@ -66,7 +66,7 @@ def show_run(folder: Path) -> None:
     held = target(record)
     rounds = run.rounds()
     done = "finished" if run.done else "not finished; `fedvlm resume` continues it"
-    console.line(f"held out: {held}; {rounds[-1]['round'] if rounds else 0} rounds, {done}")
+    console.line(f"held out: {held}; {counted(rounds[-1]['round'] if rounds else 0, 'round')}, {done}")
     last = record.result.last if record.result else (rounds[-1] if rounds else {})
     named = {"S": last.get("shared", {}).get("test"), **last}
     scores = {k: v for k in SCORES if isinstance(v := named.get(k), int | float)}

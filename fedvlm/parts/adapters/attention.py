@@ -27,17 +27,13 @@ from fedvlm.core.state import Params, linear
 @dataclass(frozen=True)
 class Attention(Adapter):
     width: Count = 1  # of the hidden layer, in widths of the embedding
-    unit: bool = False  # true: the mask sees embeddings of length 1, as in fedvlm before 0.3
 
+    view: ClassVar[str] = "raw"
     open_vocabulary: ClassVar[bool] = True
     diagnostics: ClassVar[Mapping[str, str]] = {
         "mask_contrast": "standard deviation of the mask over coordinates, relative to its mean; 0: all count alike",
         "mask_variation": "standard deviation of the mask over images, relative to its mean; 0: the same for all images",
     }
-
-    @property
-    def view(self) -> str:  # type: ignore[override]
-        return "embedding" if self.unit else "raw"
 
     def init(self, task: Task, seed: int) -> Params:
         task.names()

@@ -82,7 +82,7 @@ def by_products(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def pooled(x: Tensor) -> Tensor:
-    """To GRID × GRID positions."""
+    """Average the map over GRID × GRID positions."""
     if x.shape[-2:] == (2 * GRID, 2 * GRID):
         return F.max_pool2d(x, 2)
     return F.adaptive_max_pool2d(x, GRID)

@@ -32,7 +32,7 @@ class Conditional(Prompt):
         hidden, width, rng = max(1, task.dim // 16), text_tower(task).token.shape[1], generator(seed, 67)
 
         def uniform(inputs: int, *shape: int) -> Tensor:
-            """As torch.nn.Linear is initialised."""
+            """Initial weights as torch.nn.Linear draws them."""
             return (torch.rand(*shape, generator=rng) * 2 - 1) * float(inputs**-0.5)
 
         network = {"a": uniform(task.dim, hidden, task.dim), "a0": uniform(task.dim, hidden)}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core.adapter import Task
-from fedvlm.core.ranges import Count
+from fedvlm.core.ranges import Count, default
 from fedvlm.core.seeds import generator, key
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
@@ -23,7 +23,7 @@ from fedvlm.parts.adapters.prompt import Prompt
 @dataclass(frozen=True)
 class Factored(Prompt):
     private: tuple[str, ...] = ("left", "right", "rest")
-    rank: Count = 8  # k, of the private context's trained part; at most the number of vectors
+    rank: Count = default(8, "effort")  # k, of the private context's trained part; at most the number of vectors
 
     def init(self, task: Task, seed: int) -> Params:
         shared, own = (super(Factored, self).init(task, s)["context"] for s in (seed, key(seed, 103)))

@@ -80,7 +80,8 @@ class Gallop(Prompt):
         return x[:, :, 0].to(params["context"])
 
     def similarities(self, params: Params, text: Tensor, x: Tensor) -> list[Tensor]:
-        """Of the global prompts and, if any, of the local ones: [clients, examples, prompts, classes] each."""
+        """Similarities to the global prompts and, if any, to the local ones: [clients, examples, prompts, classes]
+        each."""
         x, global_text, local_text = x.to(text), text[:, : self.global_prompts], text[:, self.global_prompts :]
         found = [torch.einsum("knd,kmcd->knmc", x[:, :, 0], global_text)]
         if self.local_prompts:

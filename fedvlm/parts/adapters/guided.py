@@ -44,7 +44,7 @@ class Guided(Mlp):
         return self.classify(task, params, self.features(task, params, x))
 
     def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:
-        """With the adapter and without it, [clients, examples, 2, classes]."""
+        """Logits of the adapter and of the frozen model, [clients, examples, 2, classes]."""
         return torch.stack([self.logits(task, params, batch.x), self.classify(task, params, batch.x)], 2)
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedvlm.core.adapter import TEXT_FEATURES, Adapter, Limits, Task, class_vectors
 from fedvlm.core.data import Batch
-from fedvlm.core.ranges import Whole
+from fedvlm.core.ranges import Whole, default
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.towers.text import LowerActivations, PromptPlan, TextTower
@@ -27,7 +27,7 @@ Precision = Literal["full", "half"]
 
 @dataclass(frozen=True)
 class Layered(Adapter):
-    layers: Whole = 0  # the last layers of the image tower, which run in every step (those below are stored); 0: all
+    layers: Whole = default(0, "effort")  # last layers of the image tower, run in each step (others are stored); 0: all
     precision: Precision = "full"  # half: bfloat16 in the frozen towers; trained parameters stay float32
 
     requires: ClassVar[str] = "both towers"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core.adapter import Adapter, Task
-from fedvlm.core.ranges import Count, Whole
+from fedvlm.core.ranges import Count, Whole, default
 from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params, select
 from fedvlm.errors import FedvlmError
@@ -41,9 +41,9 @@ class Changed(NamedTuple):
 
 @dataclass(frozen=True)
 class Lora(Layered):
-    rank: Count = 4  # of B A
-    layers: Whole = 2  # the last layers of each tower, which are trained; 0: all
-    projections: tuple[Projection, ...] = ("q", "k", "v")  # of attention that are changed: q, k, v, out
+    rank: Count = default(4, "effort")  # of B A
+    layers: Whole = default(2, "effort")  # the last layers of each tower, which are trained; 0: all
+    projections: tuple[Projection, ...] = default(("q", "k", "v"), "effort")  # of attention: any of q, k, v, out
     scale: float = 1.0  # factor of B A
     towers: Literal["both", "image", "text"] = "both"  # which towers are trained
 
@@ -108,7 +108,8 @@ def random_down(rank: int, width: int, seed: int, at: tuple[int, int, int]) -> T
 
 
 def per_client(factors: Params) -> Params:
-    """With a client axis of the same length for all, where some are private and the shared ones have an axis of one."""
+    """Expand all factors to the same number of clients, where some are private and the shared ones have an axis of
+    one."""
     clients = max(map(len, factors.values()))
     return {k: v.expand(clients, -1, -1) for k, v in factors.items()}
 

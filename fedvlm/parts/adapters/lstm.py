@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from fedvlm.core.adapter import Adapter, Limits, Task
-from fedvlm.core.ranges import Count
+from fedvlm.core.ranges import Count, default
 from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params
 from fedvlm.core.tasks import NEXT_CHARACTER, TaskType
@@ -26,7 +26,7 @@ from fedvlm.core.tasks import NEXT_CHARACTER, TaskType
 class Lstm(Adapter):
     embed: Count = 8  # length of a character's embedding
     hidden: Count = 256  # size of a layer's state
-    layers: Count = 2  # LSTM layers
+    layers: Count = default(2, "effort")  # LSTM layers
 
     task_type: ClassVar[TaskType] = NEXT_CHARACTER
     view: ClassVar[str] = "text"

@@ -62,7 +62,7 @@ class Maple(Layered):
 
 @lru_cache
 def clamped(depth: int, layers: int) -> int:
-    """At most the layers there are; said once in a process."""
+    """The depth, at most the number of layers; a warning is given once in a process."""
     if depth > layers:
         console.warn(
             f"depth={depth}: the smaller tower has {layers} layers for it, and all of them get their own vectors"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.core.adapter import Task
-from fedvlm.core.ranges import Count, Whole
+from fedvlm.core.ranges import Count, Whole, default
 from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params, linear
 from fedvlm.parts.adapters.layered import Layered, dtype_of, encode_lower_layers, require_phrases, towers_of
@@ -35,7 +35,7 @@ PRIVATE = tuple(
 class Mma(Layered):
     private: tuple[str, ...] = PRIVATE
     size: Count = 32  # width of the middle layer
-    layers: Whole = 2  # the last layers of each tower, which have an adapter; 0: all (of towers of equal depth)
+    layers: Whole = default(2, "effort")  # last layers of each tower, with adapters; 0: all (of towers of equal depth)
     scale: float = 1.0  # factor of an adapter's output
 
     def init(self, task: Task, seed: int) -> Params:

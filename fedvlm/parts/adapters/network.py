@@ -151,7 +151,7 @@ def _without_values(adapter: Network, classes: int) -> nn.Module:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """On a GPU in bfloat16, images with their channels last in memory, as its fast convolutions read them."""
+    """Store images with their channels last in memory on a GPU in bfloat16, as its fast convolutions read them."""
     return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 

@@ -23,7 +23,8 @@ def encode_contexts(adapter: Prompt, task: Task, contexts: Tensor) -> Tensor:
 
 
 def mean_cosine(text: Tensor) -> Tensor:
-    """Of all pairs of a class's prompts, the mean over classes, one number per client; 1 where there is one prompt."""
+    """The cosine of all pairs of a class's prompts, mean over pairs and classes, one number per client; 1 where there
+    is one prompt."""
     count = text.shape[1]
     total = text.sum(1).square().sum(-1).mean(-1)  # ‖Σ t‖² = count + Σ over pairs
     return (total - count) / (count * (count - 1)) if count > 1 else torch.ones_like(total)

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from fedvlm.core.adapter import Task
-from fedvlm.core.ranges import Count
+from fedvlm.core.ranges import Count, default
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.adapters.layered import towers_of
@@ -31,7 +31,7 @@ QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Small(Lora):
-    rank: Count = 16  # of R; the paper's are larger than LoRA's, since only rank² numbers are sent
+    rank: Count = default(16, "effort")  # of R; the paper's are larger than LoRA's, since only rank² numbers are sent
 
     trains_factors: ClassVar[bool] = False
 

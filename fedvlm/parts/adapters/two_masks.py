@@ -28,7 +28,7 @@ class TwoMasks(Attention):
 
     @property
     def view(self) -> str:  # type: ignore[override]
-        return "embedding" if self.unit or not self.images else "raw"
+        return "raw" if self.images else "embedding"
 
     @property
     def alignment(self) -> Literal["images", "classes"]:  # type: ignore[override]
@@ -42,7 +42,8 @@ class TwoMasks(Attention):
         return {k.removeprefix(TEXT): v for k, v in params.items() if k.startswith(TEXT)}
 
     def diagnose(self, task: Task, params: Params, x: Tensor) -> Params:
-        """Of the mask on images; with images=false, of that on class embeddings, which takes the place of images."""
+        """Diagnostics of the mask on images; with images=false, of that on class embeddings, which takes the place of
+        images."""
         if self.images:
             return super().diagnose(task, params, x)
         text = self.text_side(params)

@@ -45,10 +45,10 @@ Losses = Callable[[Params], Tensor]  # perturbed values → one number per examp
 
 @runtime_checkable
 class HasEncodedPrompts(Protocol):
-    """Its logits in training depend on the parameters through encoded prompts only."""
+    """An adapter whose logits in training depend on the parameters through encoded prompts only."""
 
     def encode(self, task: Task, params: Params) -> Params:
-        """By the name of the shared context that they come from, [clients, prompts, dim]."""
+        """Encoded prompts by the name of the shared context that they come from, [clients, prompts, dim]."""
         ...
 
     def logits_of(self, task: Task, encoded: Params, batch: Batch) -> Tensor: ...

@@ -21,7 +21,7 @@ from fedvlm.core.data import Batch, Data
 from fedvlm.core.descent import Gradients, by_autograd, optimise
 from fedvlm.core.local import Local, anchor_of
 from fedvlm.core.model import Model
-from fedvlm.core.ranges import NotNegative
+from fedvlm.core.ranges import NotNegative, default
 from fedvlm.core.state import Message, Params
 from fedvlm.core.tasks import Objective
 from fedvlm.parts.local.means import relative_change
@@ -32,7 +32,7 @@ class Bgp(Local):
     keep: bool = True  # true: a client's personal model is the one it trained last (the paper's); false: the shared one
     align: NotNegative = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
     phases: Literal["both", "aligned"] = "both"  # both: every second update is aligned (the paper's); aligned: all are
-    budget: Literal["double", "same"] = "double"  # updates a round: twice as many as FedAvg (the paper's), or as many
+    budget: Literal["double", "same"] = default("double", "effort")  # double: twice FedAvg's updates a round (paper's)
 
     effects: ClassVar[Mapping[str, str]] = {
         "aligned": "share of a client's updates that had the alignment term",

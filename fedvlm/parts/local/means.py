@@ -18,7 +18,7 @@ class Means:
         self.steps: Params = {}
 
     def add(self, **values: Tensor) -> None:
-        """Of one step; clients that still train are a prefix of all."""
+        """Add the parameters of one step; clients that still train are a prefix of all."""
         for name, value in values.items():
             if name not in self.sums:
                 for kept in (self.sums, self.steps):

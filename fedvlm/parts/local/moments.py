@@ -229,7 +229,8 @@ def text_prior(model: Model, shared: Params) -> Tensor:
 
 
 def mean_accuracy(replies: Params, choose: Judged) -> Tensor:
-    """Of each candidate, [λ, c]: as a newcomer's (these count as NEWCOMERS says) and as a client's; mean over clients."""
+    """The accuracy of each candidate, [λ, c]: as a newcomer's (these count as NEWCOMERS says) and as a client's; mean
+    over clients."""
     share = NEWCOMERS[choose]
     return share * replies[NEWCOMER].double().mean(0) + (1 - share) * replies[CLIENT].double().mean(0)
 

@@ -74,7 +74,7 @@ def meta_gradients(inner: Gradients, outer: Gradients, rate: float, acted: Param
 
 
 def complete(acted: Params, data: Data) -> Params:
-    """For every client; 0 for one that took no step."""
+    """Fill in every client; 0 for one that took no step."""
     found = {k: torch.zeros(len(data), dtype=data.dtype, device=data.x.device) for k in META_EFFECTS}
     for name, value in acted.items():
         found[name][: len(value)] = value

@@ -18,6 +18,7 @@ from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data
 from fedvlm.core.merge import MOST, UPDATE, Merge, Replies, Summand, updates, weight_and_loss
 from fedvlm.core.model import Model
+from fedvlm.core.ranges import default
 from fedvlm.core.schema import SIZE, Fields
 from fedvlm.core.state import Params, Reply, State
 from fedvlm.core.tasks import SEGMENTATION
@@ -27,7 +28,7 @@ BY_CLASS = ("context", "head")  # parameters with one row per class, where their
 
 @dataclass(frozen=True)
 class Classwise(Merge):
-    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+    weights: Literal["size", "uniform"] = default("size", "effort")  # by training examples, or the same for all clients
 
     def incompatible(self, adapter: Adapter) -> str:
         if adapter.task_type is not SEGMENTATION:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import Merge, by_client
 from fedvlm.core.model import Model
+from fedvlm.core.ranges import default
 from fedvlm.core.state import Params, State, is_running_statistic, with_client_axis
 from fedvlm.parts.merge.ga import normalised, total_variation
 
@@ -25,7 +26,7 @@ SMALLEST = 1e-3  # the least c_i after the shift
 
 @dataclass(frozen=True)
 class Grace(Merge):
-    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+    weights: Literal["size", "uniform"] = default("size", "effort")  # by training examples, or the same for all clients
 
     effects: ClassVar[Mapping[str, str]] = {
         "from_sizes": "total variation distance of the clients' weights from those that weights= says; 0: the plain mean",

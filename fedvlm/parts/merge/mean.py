@@ -14,6 +14,7 @@ import torch
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import UPDATE, Agreement, Gaps, Merge, Summand, by_client, updates, weight_and_loss
 from fedvlm.core.model import Model
+from fedvlm.core.ranges import default
 from fedvlm.core.state import Message, Params, Reply, State
 
 OnReply = Callable[[Reply], None]
@@ -28,7 +29,7 @@ class Averaged(NamedTuple):
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    weights: Literal["size", "uniform"] = "size"  # of a client: its number of training examples, or the same for all
+    weights: Literal["size", "uniform"] = default("size", "effort")  # by training examples, or the same for all clients
 
     any_device: ClassVar[bool] = True
 
@@ -58,8 +59,8 @@ class Mean(Merge):
         sums: Params | None = None,
         on_reply: OnReply | None = None,
     ) -> Averaged:
-        """Has the clients train, and averages replies as they arrive, so that memory does not grow with the cohort. Values
-        of the replies that are named in `sums` are added up too; `on_reply` is called with every reply."""
+        """Train, and average replies as they arrive, so that memory does not grow with the cohort. Values of the
+        replies that are named in `sums` are added up too; `on_reply` is called with every reply."""
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in message.shared.items()}
         plain = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in (sums or {}).items()}
         weights: dict[int, float] = {}

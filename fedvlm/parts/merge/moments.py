@@ -20,7 +20,7 @@ from fedvlm.core.adapter import Adapter, Task
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import Merge, Summand, by_client, weight_and_loss
 from fedvlm.core.model import Model
-from fedvlm.core.ranges import NotNegative, Positive
+from fedvlm.core.ranges import NotNegative, Positive, default
 from fedvlm.core.schema import SHARE, Field, Fields
 from fedvlm.core.state import Params, Reply, State
 from fedvlm.errors import FedvlmError
@@ -53,7 +53,7 @@ LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of l
 @dataclass(frozen=True)
 class SumOfMoments(Merge):
     solver: Literal["ridge", "gaussian"] = "ridge"  # a ridge regression, or Gaussian discriminant analysis (TOFA)
-    weights: Literal["size", "uniform"] = "uniform"  # of a client: its number of training examples, or the same for all
+    weights: Literal["size", "uniform"] = default("uniform", "effort")  # by training examples, or the same for all
     strengths: tuple[Positive, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
     texts: tuple[NotNegative, ...] = (1, 2, 4, 8, 0)  # c, length of class names' embeddings: candidates; 0: not used
     choose: Judged = "both"  # by accuracy without clients' own moments (newcomers), with them, or both, alike or 3 to 1

@@ -6,7 +6,7 @@ training images and the labels. With them the server trains low-rank changes of 
 embeddings t, which replace the frozen ones. A client needs no text tower.
 
 **Clients send embeddings of private images**: they contain less than the pixels, but enough to tell which images of a
-given set a client holds (`fedvlm attack` measures this). To send less (D.1): a share of them (`upload_share`), a fixed
+given set a client holds (`tools/attack.py` measures this). To send less (D.1): a share of them (`upload_share`), a fixed
 number per class (`upload_count`; 16 in Table 8), means over shuffled groups per class in their place (`upload_groups`),
 noise on each (`upload_noise`). What is averaged or noisy is normalised on the server: Eq. 1 is a cosine.
 
@@ -121,7 +121,7 @@ class TextServer(Stages):
         return sent, y[first]
 
     def source_rows(self, y: Tensor, data: Data, client: int) -> list[Tensor]:
-        """For each embedding that is sent, the rows it is the mean of: a single one without `upload_groups`."""
+        """The rows that each embedding that is sent is the mean of: a single one without `upload_groups`."""
         if self.upload_share == 1 and not self.upload_groups and not self.upload_count:
             return list(torch.arange(len(y))[:, None])
         order = torch.randperm(len(y), generator=generator(data.seed, 71, client))
@@ -181,7 +181,7 @@ class TextServer(Stages):
         return {k: v[0] for k, v in params.items()}, float(loss[0])
 
     def text_gradients(self, model: Model) -> Gradients:
-        """Of the text tower's loss: cross-entropy, and the anchor where there is one."""
+        """The gradients of the text tower's loss: cross-entropy, and the anchor where there is one."""
         text = Model(self.text_adapter(model.adapter), model.task)
         if not self.anchor:
             return text.gradients("cross-entropy")
@@ -195,5 +195,5 @@ class TextServer(Stages):
 
 
 def cosines(classes: Tensor, task: Task) -> Tensor:
-    """Between class embeddings [..., classes, dim] and the frozen ones."""
+    """Cosines between class embeddings [..., classes, dim] and the frozen ones."""
     return (classes * task.names().to(classes)).sum(-1)

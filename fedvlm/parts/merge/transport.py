@@ -94,5 +94,5 @@ def drawn_to_barycentre(classes: Tensor, outsiders: Tensor, plan: Tensor, class_
 
 
 def least_per_noun(mass: Tensor) -> Tensor:
-    """For each noun the client version with the least mass, as indices into the K·U contexts; mass is [K, U]."""
+    """The client version with the least mass for each noun, as indices into the K·U contexts; mass is [K, U]."""
     return mass.argmin(0) * mass.shape[1] + torch.arange(mass.shape[1], device=mass.device)

@@ -21,7 +21,7 @@ class Auroc(PerClient):
         return (len(SCORES),)
 
     def measure(self, inside: Scores, outside: Scores) -> float | None:
-        """Of the scores of test images and of outsiders; None where there are none."""
+        """The area under the ROC curve for the scores of test images and of outsiders; None where there are none."""
         return auroc(inside, outside)
 
     def client(self, view: ClientView) -> Tensor:
@@ -30,5 +30,5 @@ class Auroc(PerClient):
         return torch.tensor([-1.0 if v is None else v for v in values], dtype=torch.get_default_dtype())
 
     def result(self, statistic: np.ndarray, count: np.ndarray) -> np.ndarray:
-        """By the first score, MCM; −1 marks a client without test images."""
+        """The measure by the first score, MCM; −1 marks a client without test images."""
         return np.where(statistic[..., 0] < 0, np.nan, statistic[..., 0])

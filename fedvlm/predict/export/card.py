@@ -7,9 +7,11 @@ import re
 from pathlib import PurePath
 
 from fedvlm import backbones
+from fedvlm.config import catalogue
 from fedvlm.core.records import ExportRecord, RunRecord
 from fedvlm.predict import questions
 from fedvlm.predict.predictor import far_below
+from fedvlm.system.formatting import counted
 from fedvlm.system.names import printable
 from fedvlm.training.folder import RunFolder
 
@@ -19,8 +21,6 @@ VIEWS = {
     "newcomer": "the shared model, on clients that nobody trained on",
 }
 LISTED = 20  # class names in the card; config.json has all
-NOT_SHOWN = ("out", "jobs", "device", "federation", "seeds")  # keys that do not change the numbers
-PATHS = ("data", "backbone", "outsiders")
 
 
 def card(run: RunFolder, about: ExportRecord) -> str:
@@ -112,7 +112,7 @@ def method(record: RunRecord) -> str:
     rounds = record.result.last["round"] if record.result else record.rounds
     protocol = f"Protocol: {plain(record.protocol)}; " if record.protocol != "one" else "Clients "
     return (
-        f"{title} ({plain(parts)}). {protocol}held out: {held}; {rounds} rounds, the last one; "
+        f"{title} ({plain(parts)}). {protocol}held out: {held}; {counted(rounds, 'round')}, the last one; "
         f"one run with seed {record.seed}.\n"
     )
 
@@ -168,7 +168,8 @@ def limitations(record: RunRecord, about: ExportRecord) -> str:
 
 
 def command(record: RunRecord, about: ExportRecord) -> str:
-    given = {k: name_only(str(v)) if k in PATHS else v for k, v in record.given.items() if k not in NOT_SHOWN}
+    hidden, paths = {"seeds", *catalogue.for_purpose("engine", "output")}, catalogue.with_trait("path")
+    given = {k: name_only(str(v)) if k in paths else v for k, v in record.given.items() if k not in hidden}
     words = [f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in given.items()]
     words += [] if "seed" in given else [f"seed={record.seed}"]
     recipe = name_only(record.method.path) if record.method.path else record.method.name

@@ -23,7 +23,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.records import ExportRecord, read_text
 from fedvlm.core.state import aligned
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import AXES, own
+from fedvlm.parts import AXES, user_code
 from fedvlm.predict.export.card import card
 from fedvlm.predict.export.weights import BACKBONE, copy_backbone, files_of
 from fedvlm.predict.predictor import (
@@ -97,7 +97,7 @@ def export(
             files.write(folder / name, data, private=bool(client))
     written = [*content, *tensors]
     if about.adapter.code:
-        own.stored(run.folder / "code" / "adapter", about.adapter.code).write(folder / "code" / "adapter")
+        user_code.stored(run.folder / "code" / "adapter", about.adapter.code).write(folder / "code" / "adapter")
         written.append("code/adapter")
     if extras.backbone:
         written += copy_backbone(predictor.backbone, folder / BACKBONE)
@@ -176,6 +176,6 @@ def with_encoder(
 
 def adapter_of(about: ExportRecord, folder: Path, place: str, uses: tuple[str, ...], trusted: bool) -> Adapter:
     part = about.adapter
-    codes = {"adapter": own.stored(folder / "code" / "adapter", part.code)} if part.code else {}
+    codes = {"adapter": user_code.stored(folder / "code" / "adapter", part.code)} if part.code else {}
     setup = Setup(about.method, Config(backbone=place), {"adapter": part}, codes=codes)
     return admitted(setup, folder, trusted, uses).adapter

@@ -87,7 +87,7 @@ class Preprocessing:
 
 
 class Whole(nn.Module):
-    """From uint8 pixels to logits and probabilities."""
+    """The exported module: uint8 pixels to logits and probabilities."""
 
     def __init__(self, predictor: Predictor):
         super().__init__()
@@ -181,7 +181,7 @@ def example_images() -> list[Image.Image]:
 
 
 def pixels_of(backbone: Backbone, images: Sequence[Image.Image]) -> Tensor:
-    """As the backbone's own preprocessing gives them, before they are rescaled and normalised."""
+    """The pixels that the backbone's own preprocessing gives, before they are rescaled and normalised."""
     if isinstance(backbone, Pixels):
         return backbone.encode(images, "pixels")
     found = backbone.processor(  # type: ignore[attr-defined]
@@ -209,8 +209,8 @@ def traced(model: Whole, pixels: Tensor, batch: bool) -> bytes:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings about its own exporter and about sizes that become constants, since the result is checked,
-    and without the graph, which C++ code of torch prints where an operation is unknown."""
+    """Silence torch's warnings about its own exporter and about sizes that become constants, since the result is
+    checked, and the graph that C++ code of torch prints where an operation is unknown."""
     sys.stdout.flush()
     with warnings.catch_warnings(), Path(os.devnull).open("wb") as nowhere:
         warnings.simplefilter("ignore")
@@ -225,7 +225,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def more_operations() -> Iterator[None]:
-    """With operations that fedvlm uses and this exporter does not know."""
+    """Teach the exporter operations that fedvlm uses and it does not know."""
 
     def transpose(graph: Any, x: Any) -> Any:
         rank = x.type().dim()
@@ -240,8 +240,8 @@ def more_operations() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_calls(adapter: Adapter) -> Iterator[None]:
-    """With an ordinary call of a module, whose parameters are replaced for it, where adapters use torch's functional_call,
-    which refuses to be traced."""
+    """Replace torch's functional_call, which refuses to be traced, by an ordinary call of a module whose parameters are
+    replaced for it."""
 
     def call(module: nn.Module, values: Params, args: tuple[Tensor | None, ...]) -> object:
         before: list[tuple[dict[str, Any], str, object]] = []

@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def step(self) -> float:
-        """Of the updates: a mean over clients is within half of it (less, where weights are above 1)."""
+        """The step of the updates: a mean over clients is within half of it (less, where weights are above 1)."""
         return max((self.steps[k] for k, s in self.summands.items() if s.step == FINE), default=1.0)
 
     def encode(self, values: Params) -> Integers:
@@ -107,7 +107,7 @@ class Plan:
 
 
 def largest(summand: Summand, among: Summands) -> float:
-    """Of a client's contribution."""
+    """The largest value of a client's contribution."""
     return summand.high * (among[summand.weight].high if summand.weight else 1)
 
 

@@ -47,7 +47,7 @@ class Parameters(NamedTuple):
 
     @property
     def binding(self) -> bytes:
-        """Goes into every key of the round."""
+        """The bytes that enter every key of the round."""
         return hashlib.sha256(self.pack()).digest()
 
     @property

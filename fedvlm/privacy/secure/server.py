@@ -118,7 +118,8 @@ class Server:
         return total, frozenset(present)
 
     def unmask(self, present: frozenset[int], absent: frozenset[int]) -> dict[int, dict[int, bytes]]:
-        """By client, and by holder, the shares of its own mask (of those present) or of its mask key (of those absent)."""
+        """The shares of each client's own mask (of those present) or of its mask key (of those absent), by client and
+        holder."""
         found: dict[int, dict[int, bytes]] = {i: {} for i in present | absent}
         request = pack_sets(self.parameters.ids, present, absent)
         for i, answer in self.answers("unmask", dict.fromkeys(sorted(present), request)):
@@ -155,7 +156,7 @@ class Server:
             add_mask(total, shared, subtract=i < client)  # what client i did the other way round
 
     def connected(self, clients: Collection[int], did: str) -> list[int]:
-        """Those with enough neighbours among themselves to open their secrets later."""
+        """The clients with enough neighbours among themselves to open their secrets later."""
         self.check(len(clients), did)
         left, need = set(clients), self.parameters.size.threshold - 1
         while lonely := {i for i in left if len(self.neighbours[i] & left) < need}:

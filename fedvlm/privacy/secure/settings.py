@@ -43,7 +43,7 @@ class Summation(NamedTuple):
     limit: float
 
     def contributions(self, reply: Reply) -> Integers:
-        """Of the clients of a reply, [clients, length]."""
+        """The contributions of the clients of a reply, [clients, length]."""
         return self.plan.encode(self.merge.summands(reply, self.sent))
 
     def zero(self) -> Integers:
@@ -63,8 +63,8 @@ class Summed(NamedTuple):
 
 
 def fingerprint(message: Message) -> bytes:
-    """Of what clients train on, for Parameters.model. A server that sends one client another model than all others could
-    otherwise make the sum tell of that client alone (Pasquini et al., 2022)."""
+    """A hash of what clients train on, for Parameters.model. A server that sends one client another model than all
+    others could otherwise make the sum tell of that client alone (Pasquini et al., 2022)."""
     found = hashlib.sha256(message.stage.encode())
     for part, params in message.parts().items():
         for name, value in sorted(params.items()):

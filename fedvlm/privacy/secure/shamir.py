@@ -39,7 +39,8 @@ def join(shares: Mapping[int, bytes]) -> bytes:
 
 @lru_cache(maxsize=1024)
 def lagrange(holders: tuple[int, ...]) -> dict[int, int]:
-    """With which weights the shares add up to f(0): Π x_j / (x_i · Π (x_j − x_i)), the second product over the others."""
+    """The weights with which the shares add up to f(0): Π x_j / (x_i · Π (x_j − x_i)), the second product over the
+    others."""
     points = [i + 1 for i in holders]
     below = [x * prod(y - x for y in points if y != x) % PRIME for x in points]
     products = list(accumulate(below, lambda a, b: a * b % PRIME, initial=1))

@@ -40,12 +40,12 @@ def one_per_client(model: Model, params: Params, data: Data) -> Iterator[Predict
 
 
 def examples_at_once(model: Model, x: Tensor) -> int:
-    """As many as the adapter's limit, or a multiple on a large GPU."""
+    """The number of examples at a time: the adapter's limit, or a multiple on a large GPU."""
     return model.adapter.limits.examples * blocks_at_once(x.device)
 
 
 def sums(model: Model, predictions: Iterator[Predicted], metrics: Sequence[Additive], cells: int) -> list[Tensor]:
-    """Of each metric the sums of its statistic by client and split, [clients, 3, *shape]."""
+    """The sums of each metric's statistic by client and split, [clients, 3, *shape]."""
     shapes = [m.shape(model) for m in metrics]
     totals = [np.zeros((cells + 1, int(np.prod(shape)))) for shape in shapes]
     for block in predictions:

@@ -66,7 +66,7 @@ class Score(Step):
 
 
 def statistics(method: Method, params: Params, predict: Predictor, data: Data) -> Params:
-    """By metric, [clients, 3, *shape] on the clients' own splits, [clients, *shape] on extra examples."""
+    """Statistics by metric: [clients, 3, *shape] on the clients' own splits, [clients, *shape] on extra examples."""
     model, cells, found = method.model, 3 * len(data), dict[str, Tensor]()
     metrics = method.metrics_for(data.extras)
     for extra in dict.fromkeys(m.extra for m in metrics.values() if isinstance(m, Additive)):
@@ -140,7 +140,8 @@ def client_views(model: Model, params: Params, data: Data, same_for_all: bool) -
 
 
 def detection_scores(model: Model, params: Params, x: Tensor) -> dict[str, Tensor]:
-    """By score, how surely x is of one of the classes, [clients, examples]: the adapter's own where it has some."""
+    """How surely x is of one of the classes, by score, [clients, examples]: the adapter's own scores where it has
+    some."""
     if isinstance(model.adapter, HasDetectionScores):
         return model.adapter.detection_scores(model.task, params, x)
     return scores_of(model.logits(params, x))

@@ -1,1 +1,0 @@
-"""Data in other projects' formats, as folders and files that `data=` takes."""

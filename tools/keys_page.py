@@ -1,0 +1,70 @@
+"""Writes docs/keys.md, every key with its default and meaning, and the catalogue that the package ships.
+
+python tools/keys_page.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from fedvlm.config import catalogue
+from fedvlm.config.catalogue import Catalogue
+from fedvlm.config.keys import Key
+from fedvlm.core.records import Value
+
+PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+KINDS = {"adapter": "adapters", "local": "local rules", "merge": "merges", "metric": "metrics"}
+COLUMNS = ["key", "default", "values", "meaning"]
+HEAD = """# Keys
+This page lists every key with its default, its allowed values and what it does. `fedvlm show METHOD` and \
+`fedvlm run METHOD --help` list the keys of one method with the values that it uses.
+
+Keys are given as `key=value`: `fedvlm run fedot lr=0.01 rounds=20`, in Python `fedvlm.run("fedot", lr=0.01, rounds=20)`. \
+Lists are separated by commas. If two parts have a key of the same name, `local.lr=` sets it for one of them. In `bench`, \
+a key of a part with several values (`lr=0.001,0.01,0.1`) is a [sweep](compare.md#sweeps).
+
+This page is written by `python tools/keys_page.py` from the fields of the dataclasses; do not edit it by hand.
+"""
+FAIR = """fair: rows of one table must agree in it; where they do not, `bench` and `compare --fair` refuse the table, and \
+notes name the difference. Data and backbone must agree in content, wherever they lie."""
+
+
+def page(known: Catalogue) -> str:
+    text = [HEAD, "## Keys of a run\n" + FAIR]
+    for purpose in dict.fromkeys(k.purpose for k in known.run):
+        of_it = ([*cells(k), "yes" if k.fair("selected") else ""] for k in known.run if k.purpose == purpose)
+        text += [f"\n### {purpose.capitalize()}", *table([*COLUMNS, "fair"], of_it)]
+    for kind, title in KINDS.items():
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for name, part in known.parts[kind].items():
+            for key in part.keys:
+                rows.setdefault(cells(key), []).append(name)
+        count = len(known.parts[kind])
+        lines = ([*row, "all" if len(names) == count else ", ".join(names)] for row, names in sorted(rows.items()))
+        text += [f"\n## Keys of {title}", *table([*COLUMNS, f"{kind}="], lines)]
+    return "\n".join(text) + "\n"
+
+
+def cells(key: Key) -> tuple[str, ...]:
+    allowed = ", ".join(map(str, key.choices)) or str(key.range).removeprefix("of ") or key.type
+    default = shown(key.default)
+    return f"`{key.name}`", f"`{default}`" if default else "", allowed, key.help
+
+
+def shown(value: Value) -> str:
+    if isinstance(value, list):
+        return ",".join(map(shown, value))
+    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    lines = [[c.replace("|", "\\|") for c in row] for row in (head, *rows)]
+    return [f"| {' | '.join(row)} |" for row in (lines[0], ["---"] * len(head), *lines[1:])]
+
+
+if __name__ == "__main__":
+    made = catalogue.make(catalogue.current_digest())
+    catalogue.SHIPPED.write_text(made.to_json() + "\n", encoding="utf-8")
+    PAGE.write_text(page(made), encoding="utf-8")
+    print(f"wrote {catalogue.SHIPPED.name} and {PAGE.name}")
