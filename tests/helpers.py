@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from fedvlm import parts
 from fedvlm.backbones import load
 from fedvlm.config import recipe
-from fedvlm.config.config import Setup, resolve
+from fedvlm.config.config import Config, Setup, resolve
+from fedvlm.config.keys import keys_of
 from fedvlm.core.adapter import Adapter, HasTowers, NeedsNouns, Task
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data
@@ -32,6 +33,7 @@ from fedvlm.core.local import Local
 from fedvlm.core.merge import Merge
 from fedvlm.core.state import Message, Params, Reply, State, is_running_statistic
 from fedvlm.core.tasks import SEGMENTATION
+from fedvlm.data import encode_server
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import Item, Source
 from fedvlm.engines.stacked import Stacked
@@ -410,6 +412,30 @@ def train_small(images: Path, folder: Path, method: str = "fedot", **keys: Any) 
     return train.train(setup, Pools().load(setup), folder)
 
 
+OTHERS = {"backbone": "pixels:8", "engine": "serial", "metrics": ("ece",), "split": (70.0, 10.0, 20.0), "seeds": (1, 2)}
+OTHERS |= {"log": ("tensorboard",), "launch": ("gpus_per_node:1",)}
+
+
+def other_values() -> dict[str, Any]:
+    """Of each key of a run, a value that is allowed and is not the default; a new key needs no entry, unless it takes
+    several values or names something."""
+    found = dict[str, Any](OTHERS)
+    for key in keys_of(Config):
+        if key.choices and not key.length:
+            found[key.name] = next(c for c in key.choices if c != key.default)
+        elif not key.length and key.type == "bool":
+            found[key.name] = not key.default
+        elif not key.length and key.type == "int":
+            found[key.name] = key.default + 1
+        elif not key.length and key.type == "float":
+            tries = [key.default / 2, (key.default + 1) / 2]
+            found[key.name] = next(v for v in tries if v != key.default and key.range.holds(v))
+        else:
+            found.setdefault(key.name, ("other",) if key.length else "other")
+    assert found.keys() == {f.name for f in fields(Config)} and all(found[k] != getattr(Config(), k) for k in found)
+    return found
+
+
 class InProcess:
     """A client of the loopback engine that is built from its folder and answers in bytes, in this process."""
 
@@ -426,6 +452,13 @@ class InProcess:
         self.alive = False
 
     kill = stop
+
+
+def all_answered(running: encode_server.Server) -> None:
+    """Waits until no request is under way: all that the server writes into its log about them is there."""
+    for _ in range(encode_server.CONNECTIONS):
+        assert running.connections.acquire(timeout=10), "a request is still under way"
+    running.connections.release(encode_server.CONNECTIONS)
 
 
 def state_of(folder: Path) -> dict[str, bytes]:

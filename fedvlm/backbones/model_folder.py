@@ -115,6 +115,8 @@ def read_config(folder: Path) -> ModelConfig:
 def loading(folder: Path) -> Iterator[None]:
     try:
         yield
+    except FedvlmError:  # says what is wrong already; within another message it would be shortened
+        raise
     except Exception as error:  # whatever the files make transformers raise
         reason = f"{type(error).__name__}: {printable(error, 200)}"
         raise FedvlmError(

@@ -54,7 +54,7 @@ class PaddedTokenizer:
         self.tokens = Tokens.from_file(str(folder / "tokenizer.json"))
         self.tokens.no_padding()
         self.tokens.no_truncation()
-        self.keeps_punctuation = keeps_punctuation
+        self.folder, self.keeps_punctuation = folder, keeps_punctuation
         settings = special_tokens(folder)
         self.bos_token_id = self.eos_token_id = self._id(settings.get("eos_token", "</s>"))
         self.pad_token_id = self._id(settings.get("pad_token", "</s>"))
@@ -62,7 +62,9 @@ class PaddedTokenizer:
     def _id(self, token: str) -> int:
         found: int | None = self.tokens.token_to_id(token)
         if found is None:
-            raise FedvlmError(f"the tokenizer has no token {token!r}, which its tokenizer_config.json names")
+            raise FedvlmError(
+                f"backbone={self.folder}: the tokenizer has no token {token!r}, which its tokenizer_config.json names"
+            )
         return found
 
     def __call__(self, text: list[str], **options: bool | int) -> Mapping[str, list[list[int]]]:

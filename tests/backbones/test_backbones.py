@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
+from helpers import all_answered
 from PIL import Image
 from safetensors.numpy import load as unpacked
 from safetensors.numpy import save as packed
@@ -488,6 +489,7 @@ def test_clients_do_not_see_the_message_of_a_failing_encoder(caplog):
 
     with serve(Failing()) as running:
         status, said = ask(running.url, "POST", "/", packed({"0": png(solid()[0])}))
+        all_answered(running)
     assert status == 500 and secret not in str(said)
     assert "RuntimeError" in caplog.text and "hunter2" not in caplog.text
 

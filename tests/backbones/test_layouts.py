@@ -13,9 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from siglip_models import SCALE, SIZES, WORDS, drawn, siglip_folder
+from tokenizers import Tokenizer, normalizers
 from torch.nn import functional as F
 
 from fedvlm.backbones import load
+from fedvlm.backbones.siglip import PaddedTokenizer
 from fedvlm.errors import FedvlmError
 
 PHRASES = ["a photo of a cat", "A photo of the red, red tree.", "dog"]
@@ -73,6 +75,24 @@ def test_siglip_2_keeps_punctuation_and_pads_with_its_own_token(tmp_path):
     ids = torch.tensor([ids_of("a photo of a red tree .", 9, 1, 2, 3)])
     text = F.normalize(model.get_text_features(input_ids=ids).pooler_output, dim=-1)
     assert gap(load(str(tmp_path)).texts(["A photo of a red tree."]), text) < 1e-5
+
+
+def test_siglip_2_reads_names_with_capitals_as_transformers_does(tmp_path):
+    """Its tokenizer.json knows capitals; transformers' SigLIP 2 has texts in lower case before it."""
+    from transformers import Siglip2Tokenizer
+
+    special = {t: i for i, t in enumerate(("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))}
+    letters = sorted(set("German Shepherd, a DOG.▁") | set("gsdo"))
+    theirs = Siglip2Tokenizer(special | {c: len(special) + i for i, c in enumerate(letters)}, [])
+    gemma = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+    gemma.normalizer = normalizers.Replace(" ", "▁")  # without the lower case that Siglip2Tokenizer adds
+    gemma.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "GemmaTokenizer", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "German Shepherd, a DOG."
+    expected = theirs(text, add_special_tokens=False)["input_ids"]
+    ours = PaddedTokenizer(tmp_path, keeps_punctuation=True)
+    assert ours([text], add_special_tokens=False)["input_ids"] == [expected] != [gemma.encode(text).ids]
 
 
 @torch.no_grad()
@@ -139,10 +159,13 @@ def test_siglip_naflex_is_refused(tmp_path):
 
 @pytest.mark.parametrize("missing", ["preprocessor_config.json", "tokenizer.json"])
 def test_a_file_that_is_missing_is_named(tmp_path, missing):
-    siglip_folder(tmp_path)
-    (tmp_path / missing).unlink()
-    with pytest.raises(FedvlmError, match=missing):
-        load(str(tmp_path)).texts(PHRASES)
+    """However long the folder's path is, as those of caches are."""
+    folder = tmp_path / ("models--" + "a" * 100) / ("snapshots--" + "b" * 100)
+    folder.mkdir(parents=True)
+    siglip_folder(folder)
+    (folder / missing).unlink()
+    with pytest.raises(FedvlmError, match=f": no {missing} in that folder"):
+        load(str(folder)).texts(PHRASES)
 
 
 def test_missing_weights_are_not_replaced_by_random_ones(tmp_path):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from fedvlm.federation.ledger import (
     NOTHING,
     RECEIVED,
     SENT,
+    Entry,
     Head,
     Ledger,
     Sent,
@@ -84,18 +86,40 @@ def changed(path: Path, line: int, **values: object) -> None:
     path.write_bytes(b"".join(all_lines))
 
 
-@pytest.mark.parametrize("values", [{"bytes": 9}, {"round": 4}, {"time": "2020"}, {"refused": "no"}, {"odd": 1}])
-def test_a_changed_line_is_noticed(ledger, values):
+def another(value: object) -> object:
+    """A value of the same kind in a line's JSON."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [*value, {"name": "shared/w", "shape": [1], "dtype": "F32"}]
+    if value is None:
+        return {"count": 1, "hash": NOTHING}
+    return value + type(value)(1)  # a number and 1, a text and a further character
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(Entry)])
+def test_a_changed_line_is_noticed(ledger, field):
+    changed(ledger, 3, **{field: another(json.loads(lines(ledger)[2])[field])})
+    fault = verify(ledger)
+    assert fault and fault.line == 3
+
+
+@pytest.mark.parametrize("values", [{"noised": 0.5}, {"clipped": 0.5}, {"time": "2020"}, {"odd": 1}])
+def test_a_line_with_a_value_of_another_kind_is_noticed(ledger, values):
     changed(ledger, 3, **values)
     fault = verify(ledger)
     assert fault and fault.line == 3
 
 
-def test_a_line_whose_own_hash_is_made_anew_breaks_the_next(ledger, tmp_path):
+@pytest.mark.parametrize("relinked", [False, True])
+def test_a_line_whose_own_hash_is_made_anew_breaks_the_next(ledger, tmp_path, relinked):
+    """Also where the next names the new hash: then its own is another."""
     other = Ledger(tmp_path / "other.jsonl")
     for round in (1, 2):
         other.append(sent(round, b"another"))
     ledger.write_bytes(b"".join([*lines(other.path), *lines(ledger)[2:]]))
+    if relinked:
+        changed(ledger, 3, previous=other.head.hash)
     fault = verify(ledger)
     assert fault and fault.line == 3
 

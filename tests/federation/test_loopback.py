@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from fedvlm.core.cohort import Cohort
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import Job
 from fedvlm.errors import FedvlmError
-from fedvlm.federation import wire
+from fedvlm.federation import ledger, wire
 from fedvlm.federation.engines import loopback
 from fedvlm.federation.engines.loopback import Loopback
 from fedvlm.federation.ledger import RECEIVED, entries
@@ -172,12 +173,39 @@ def test_frames_are_limited_by_what_is_expected(federation):
     assert all(head.numel() * 4 < limit < head.numel() * 4 + (1 << 17) for limit in limits)
 
 
-def test_a_process_that_comes_back_late_writes_nothing(images, tmp_path):
+@pytest.fixture
+def first_client(images, tmp_path):
+    """The folder of a client, and what it is sent first."""
     setup = small_setup(images, rounds=2)
     method, federation = train.prepare(setup, Pools().load(setup))
     guard = Guard(method, federation.names, np.diff(federation.data.bounds, axis=1), {})
     engine = Loopback(Job(setup, method, federation, federation.data, tmp_path, print, guard))
-    folder, message = engine.folders[0], method.init(3).message()
+    return engine.folders[0], method.init(3).message()
+
+
+def test_an_answer_that_is_an_error_is_in_the_ledger(first_client, monkeypatch):
+    """Its bytes left, too: of a step that a client does not know, and of one that breaks."""
+    folder, message = first_client
+    client = Client(folder)
+
+    def answer(step: str, round: int) -> bytes:
+        return client.answer(*wire.unpack(wire.pack_message(message, Header(step, round, 0, 1))))
+
+    def broken(*given):
+        raise ValueError("the disk is on fire")
+
+    frames = [answer("upload-everything", 1), answer("score", 2)]
+    monkeypatch.setattr(client, "reply", broken)
+    frames.append(answer("train", 3))
+    lines = list(ledger.entries(folder / ledger.SENT))
+    assert [(e.step, e.round) for e in lines] == [("upload-everything", 1), ("score", 2), ("train", 3)]
+    assert "unknown step" in lines[0].refused and lines[1].refused == ""
+    assert lines[2].refused == "ValueError: the disk is on fire"
+    assert [e.sha256 for e in lines] == [hashlib.sha256(frame).hexdigest() for frame in frames]
+
+
+def test_a_process_that_comes_back_late_writes_nothing(first_client):
+    folder, message = first_client
     early, late = (wire.unpack(wire.pack_message(message, Header("train", r, 0, 1))) for r in (1, 2))
     paused = Client(folder)
     paused.answer(*early)

@@ -230,6 +230,20 @@ def test_clients_never_change_the_frozen_weight(rule, double):
         assert (sent != 0).any() and (reply.shared[k + RESIDUAL] == sent).all()
 
 
+def test_the_scale_acts_on_both_towers(double):
+    """With scale=3 images and class names are as with B three times as large."""
+    draw = torch.Generator().manual_seed(4)
+    plain, scaled = built(), built(scale=3.0)
+    some = {k: torch.randn(v.shape, generator=draw, dtype=torch.float64) for k, v in plain.initial.items()}
+    params = with_client_axis(some)
+    larger = {k: 3 * v if k.endswith(".B") else v for k, v in params.items()}
+    task, x = plain.task, task_and_data()[1].x[None, :4]
+    for of in (lambda a, p: a.class_vectors(task, p), lambda a, p: a.features(task, p, x)):
+        found = of(scaled.adapter, params)
+        torch.testing.assert_close(found, of(plain.adapter, larger))
+        assert (found - of(plain.adapter, params)).abs().max() > 1e-3
+
+
 def test_a_residual_is_added_to_the_frozen_weight(double):
     """LoRA of full rank says the same."""
     method = built("residual", scale=0.5)

@@ -11,6 +11,7 @@ import torch
 from helpers import ABLE, build, close, example, play, random_data, random_task, small_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from fedvlm import parts
 from fedvlm.config.config import resolve
@@ -112,12 +113,93 @@ def test_weights_stay_on_the_simplex_when_clients_are_lost(merge):
         assert state.shared["head"].isfinite().all()
 
 
+class Heard:
+    """An engine that keeps what is asked and answered, by step."""
+
+    def __init__(self, engine):
+        self.engine, self.sent, self.replies = engine, {}, {}
+
+    def run(self, step, ids, message, round, exchange):
+        self.sent.setdefault(step, []).append(message.shared["head"])
+        for reply in self.engine.run(step, ids, message, round, exchange):
+            self.replies.setdefault(step, []).append(reply)
+            yield reply
+
+
+def losses_by_hand(task, data, heads, clients=ABLE):
+    """The mean loss of these heads on each client's validation images; on those for training where it has none."""
+    found = []
+    for i, head in zip(clients, heads, strict=True):
+        low, mid, high, _ = data.bounds[i]
+        rows = slice(mid, high) if high > mid else slice(low, mid)
+        found.append(F.cross_entropy(task.scale * data.x[rows] @ head.T, data.y[rows]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("merge", ["ga", "faa", "qffl"])
+def test_the_losses_that_weights_come_from_are_on_validation_images(merge):
+    """`before` and `validate` of the model that was sent, `after` of the one that a client trained."""
+    method, data = build("head", "sgd", merge), random_data(random_task())
+    engine, message = Stacked(method, data, 6), method.init(6).message()
+    trained = Cohort(engine, ABLE, 1).ask("train", message)
+    validated = Cohort(engine, ABLE, 1).ask("validate", message)
+    sent = losses_by_hand(method.task, data, [message.shared["head"]] * 5)
+    torch.testing.assert_close(trained.values["before"], sent)
+    torch.testing.assert_close(validated.values["val"], sent)
+    torch.testing.assert_close(trained.values["after"], losses_by_hand(method.task, data, trained.shared["head"]))
+
+
+def test_the_weights_of_a_cohort_keep_their_share():
+    """Three rounds of GA with two clients each, of which one is in all: its weight by hand."""
+    method, data = build("head", "sgd", "ga"), random_data(random_task())
+    engine, state, kept = Heard(Stacked(method, data, 6)), method.init(6), 1.0
+    for round, other in enumerate((1, 2, 3), start=1):
+        cohort = Cohort(engine, np.array([0, other]), round, rounds=4)
+        state = method.round(state, cohort)
+        weight = np.array([kept, 1.0]) / (kept + 1)
+        if round > 1:  # the gap of client 0 is known, and the other has none yet
+            trained = engine.replies["train"][round - 2]
+            own = trained.shared["head"][trained.ids.tolist().index(0)]
+            after, before = losses_by_hand(method.task, data, [own, engine.sent["train"][-1]], [0, 0])
+            step = 0.2 / 2 * (1 - (round - 2) / 4)
+            weight += step * np.array([torch.sign(before - after), 0.0])
+            weight /= weight.sum()
+        assert [cohort.notes["weights"][i] for i in (0, other)] == pytest.approx(weight.tolist())
+        kept = weight[0] * (kept + 1)  # the two have as much together as before
+
+
+def test_faa_perturbs_by_gas_step_of_this_round():
+    """What is sent second, in round 4 of 5: the mean by weights that moved by step/M · (1 − 3/5) · G/max|G|."""
+    method, data = build("head", "sgd", "faa"), random_data(random_task())
+    engine = Heard(Stacked(method, data, 6))
+    method.round(method.init(6), Cohort(engine, ABLE, 4, rounds=5))
+    (trained,), (first, second) = engine.replies["train"], engine.sent["validate"]
+    heads = trained.shared["head"]
+    torch.testing.assert_close(first, heads.mean(0))
+    after, mixed = (losses_by_hand(method.task, data, h, trained.ids) for h in (heads, [first] * 5))
+    gap = mixed - after
+    moved = 0.2 + 0.2 / 5 * (1 - 3 / 5) * gap / gap.abs().max()
+    torch.testing.assert_close(second, torch.einsum("k,kcd->cd", moved / moved.sum(), heads))
+
+
+def test_a_client_without_an_answer_counts_as_the_mean_gap():
+    method, data = build("head", "sgd", "faa"), random_data(random_task())
+    cohort, state = Cohort(Stacked(method, data, 6), ABLE, 1), method.init(6)
+    replies = method.merge.gather(state, cohort)
+    weight = torch.tensor([0.1, 0.3, 0.2, 0.2, 0.2])
+    mixed = torch.einsum("k,kcd->cd", weight, replies.shared["head"])
+    expected = losses_by_hand(method.task, data, [mixed] * 5) - replies.values["after"]
+    expected[2] = expected[[0, 1, 3, 4]].mean()
+    found = method.merge.gap(state, replace(cohort, lost=frozenset({2})), replies, weight)
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_gap_of_a_round_is_known_one_round_later():
     """before(t + 1) − after(t), against the gap measured directly after round t."""
     method, data = build("head", "sgd", "ga"), random_data(random_task())
     engine = Stacked(method, data, 6)
     first = method.round(method.init(6), Cohort(engine, ABLE, 1, rounds=3))
-    measured = Cohort(engine, ABLE, 1).ask("validate", first.message()).values["val"]
+    measured = losses_by_hand(method.task, data, [first.shared["head"]] * 5)
     direct = measured - first.server["after"][:5]
     cohort = Cohort(engine, ABLE, 2, rounds=3)
     method.round(first, cohort)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 import fedvlm
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.metrics.macro_f1 import MacroF1
 from fedvlm.training.folder import RunFolder
 
 ADAPTER = '''"""A head with a private shift of the embedding."""
@@ -256,6 +258,18 @@ def test_metrics_that_are_no_means_are_right(ideas, images, tmp_path):
     p, y = outputs["shared.logits"][seen].softmax(-1).double().numpy(), outputs["label"][seen].numpy()
     assert found["ece"]["personal"]["test_pooled"] == pytest.approx(calibration(p, y, 15), abs=1e-5)
     assert "calibration" in str(run.table())
+
+
+def test_macro_f1_leaves_out_classes_that_are_neither_there_nor_predicted():
+    """By hand and by scikit-learn, of a client that has three of five classes and is told a fourth."""
+    from sklearn.metrics import f1_score
+
+    y, predicted = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 1, 3, 2])
+    model = SimpleNamespace(task=SimpleNamespace(classes=tuple("abcde")))
+    counts = MacroF1().each(model, torch.nn.functional.one_hot(predicted, 5).double(), y).sum(0, keepdim=True)
+    (found,) = MacroF1().result(counts.numpy(), np.array([6]))
+    assert found == pytest.approx((4 / 5 + 2 / 4 + 1 + 0) / 4)
+    assert found == pytest.approx(f1_score(y, predicted, labels=[0, 1, 2, 3], average="macro"))
 
 
 def calibration(p: np.ndarray, y: np.ndarray, bins: int) -> float:

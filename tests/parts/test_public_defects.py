@@ -95,6 +95,8 @@ def test_the_selected_round_is_the_best_on_validation_even_if_the_worst_on_test(
     federation = Federation(tuple("abcdef"), ("a",) * 6, data, random_task())
     found = result(method, federation, [record(0, 0.1, 0.9), record(1, 0.8, 0.2), record(2, 0.5, 0.5)])
     assert found.selected["round"] == 1 and found.last["round"] == 2
+    equal = [record(0, 0.1, 0.9), record(1, 0.8, 0.2), record(2, 0.8, 0.9)]
+    assert result(method, federation, equal).selected["round"] == 1  # of equal rounds the first
 
 
 def test_the_server_stores_no_private_row(double):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from helpers import other_values
 from rich.console import Console
 from run_folders import many, write
 
 from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.core.records import BackboneRecord, DataRecord
+from fedvlm.config.config import Config, resolve
+from fedvlm.core.records import BackboneRecord, DataRecord, PrivacyRecord
+from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import by_seed
-from fedvlm.report.gains import against, best
-from fedvlm.report.tables import summarise
+from fedvlm.report.gains import against, best, gain
+from fedvlm.report.tables import WORST, grouped, privacy_lines, summarise
 from fedvlm.system import console
 from fedvlm.system.table import Table
 from fedvlm.training.folder import RunFolder
@@ -72,10 +75,40 @@ def test_the_best_is_bold_only_beyond_the_spread(tmp_path: Path) -> None:
     )
     close = {"a": {"P": {1: 50.0, 2: 60.0, 3: 55.0}}, "b": {"P": {1: 51.0, 2: 52.0, 3: 56.0}}}
     assert best(close, "P") == ""  # a is 2 better on average, with a standard error of 3
+    less = close | {"a": {"P": {1: 51.0, 2: 54.0, 3: 61.0}}}  # 0, 2, 5: 1.6 standard errors
+    assert best(less, "P") == ""
     assert best(close | {"a": {"P": {1: 59.0, 2: 60.0, 3: 64.1}}}, "P") == "a"
     assert best({"a": {"P": {1: 90.0}}, "b": {"P": {1: 10.0}}}, "P") == ""  # one seed has no spread
     assert best({"a": {"P": {1: 90.0, 2: 80.0}}}, "P") == ""
     assert "<b>76.50 ± 0.71</b>" in table._repr_html_()
+
+
+def test_a_gain_is_told_with_its_standard_error() -> None:
+    """By hand: 1, 2, 5 have the mean 8/3 and the deviation 2.08 (over n − 1), so the error is 2.08/√3."""
+    found = gain({1: 11.0, 2: 22.0, 3: 35.0, 9: 0.0}, {1: 10.0, 2: 20.0, 3: 30.0})
+    assert found == (pytest.approx(8 / 3), pytest.approx(1.2019, abs=1e-4), 3) and found.clear
+    less = gain({1: 10.0, 2: 22.0, 3: 35.0}, {1: 10.0, 2: 20.0, 3: 30.0})  # 0, 2, 5: 1.6 standard errors
+    assert 1 < less.mean / less.error < 2 and not less.clear
+
+
+def test_the_worst_tenth_is_that_of_the_personal_models(tmp_path: Path) -> None:
+    run = write(tmp_path, "fedot")
+    last = run.record.finished.last
+    views = {"shared": {"test": 0.3, "worst": 0.1, "best": 0.5}, "personal": {"test": 0.6, "worst": 0.4, "best": 0.8}}
+    run.write(
+        "run.json", replace(run.record, result=replace(run.record.finished, last=last | views)).to_json().encode()
+    )
+    table = summarise([run])
+    assert table.rows[0][WORST] == "40.00" and table.values[0]["best"] == pytest.approx(80)
+
+
+def test_of_several_budgets_the_largest_epsilon_is_told_first(tmp_path: Path) -> None:
+    runs = []
+    for seed, epsilon in ((1, 2.0), (2, 7.0), (3, 4.0)):
+        record = write(tmp_path, "fedavg", seed=seed).record
+        spent = PrivacyRecord("client", epsilon, 1e-5, None, 1.0, 1.0, 0.0, "server", "all", "added or removed")
+        runs.append(replace(record, result=replace(record.finished, privacy=spent)))
+    assert [line.split(",")[0] for line in privacy_lines(runs)] == ["ε = 7", "ε = 4", "ε = 2"]
 
 
 def test_a_terminal_prints_it_bold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +167,80 @@ def test_data_of_one_name_are_told_apart_by_fingerprint(tmp_path: Path) -> None:
     ]
     labels = [str(v["method"]) for v in summarise(runs).values]
     assert labels[2].startswith("fedavg data=pacs ") and labels[0].startswith("fedavg data=toy@f ")
+
+
+def altered(run: RunFolder, key: str, value: object) -> RunFolder:
+    """A copy of the run with another value of a key; all of its keys are recorded."""
+    complete = resolve("fedavg", {}).settings() | run.record.config
+    value = list(value) if isinstance(value, tuple) else value
+    copied = RunFolder(run.folder.parent / f"{run.folder.name}-{len(list(run.folder.parent.iterdir()))}")
+    copied.write("run.json", replace(run.record, config=complete | {key: value}).to_json().encode())
+    return copied
+
+
+# keys in which the runs of one row may differ: over what they are means, where and how fast they were computed, what was
+# measured beside, and what is compared by other things than the key's value
+ONE_ROW = {"seed", "seeds", "unseen", "protocol", "metrics"}
+ONE_ROW |= {"federation", "engine", "device", "chunk", "workers", "threads", "timeout", "grace", "jobs", "launcher"}
+ONE_ROW |= {"launch", "log", "out"}
+ONE_ROW |= {"data", "backbone", "names", "split_file"}  # by the fingerprints of what they hold
+
+
+@pytest.mark.parametrize("key", sorted(f.name for f in fields(Config)))
+def test_runs_that_differ_are_two_rows(tmp_path: Path, key: str) -> None:
+    run = write(tmp_path, "fedavg", "art")
+    rows = grouped([altered(run, "out", "here"), altered(run, key, other_values()[key])])
+    if key in ONE_ROW:
+        assert [len(records) for records in rows.values()] == [2]
+    else:
+        assert len(rows) == 2 and any(f"{key}=" in label for label in rows)
+
+
+@pytest.mark.parametrize("value", ["base-to-novel", "leave-one-domain-out"])
+def test_what_a_protocol_removes_is_a_row_of_its_own(tmp_path: Path, value: str) -> None:
+    run = write(tmp_path, "fedavg", "art")
+    groups = grouped([altered(run, "out", "here"), altered(run, "protocol", value)])
+    assert len(groups) == (2 if value == "base-to-novel" else 1)
+
+
+# keys that a fair table need not name, beside those by fingerprint: which examples are used and where it was computed
+UNNAMED = ONE_ROW - {"seed"} | {"domains", "classes", "stride", "broken", "settings", "encode", "evaluate"}
+# and those of the training that only `settings of the methods` tell of
+UNNAMED |= {"bound", "clip_norm", "clip_quantile"}
+UNNAMED |= {"partition", "clients", "alpha", "per_client", "centre", "template", "group", "outsiders", "corrupt"}
+UNNAMED |= {"participation", "sampling", "dropout", "quorum", "dp", "epsilon", "delta", "noise_multiplier", "noise_at"}
+UNNAMED |= {"secure", "threshold", "secure_range"}
+
+
+@pytest.mark.parametrize("key", sorted({f.name for f in fields(Config)} - UNNAMED))
+def test_a_fair_table_names_what_its_rows_differ_in(tmp_path: Path, key: str) -> None:
+    one, two = (write(tmp_path, method, "art") for method in ("fedavg", "fedclip"))
+    alike = [altered(run, "out", "here") for run in (one, two)]
+    assert len(summarise(alike, fair=True).values) == 2
+    with pytest.raises(FedvlmError, match=rf"these differ in {key} .*\(fedavg\) and .*\(fedclip\)"):
+        summarise([alike[0], altered(two, key, other_values()[key])], fair=True)
+
+
+EFFORT = {"local": ("epochs", "batch", "budget"), "merge": ("weights",), "adapter": ("rank", "layers", "projections")}
+
+
+@pytest.mark.parametrize(("part", "key"), [(part, key) for part, keys in EFFORT.items() for key in keys])
+def test_a_fair_table_names_the_effort_that_was_given_for_one_row(tmp_path: Path, part: str, key: str) -> None:
+    """What a recipe sets itself belongs to the method, and is told in a note."""
+
+    def run(method: str, value: int, given: bool) -> RunFolder:
+        made = write(tmp_path / f"{method}-{value}-{given}", method, "art")
+        found = replace(getattr(made.record, part), settings={key: value})
+        told = {key: value} if given else {}
+        made.write("run.json", replace(made.record, **{part: found}, given=told).to_json().encode())
+        return made
+
+    plain = run("fedavg", 1, False)
+    assert f"{key} 1 (fedavg) and 2 (fedclip)" in " ".join(
+        summarise([plain, run("fedclip", 2, False)], fair=True).notes
+    )
+    with pytest.raises(FedvlmError, match=rf"differ in {key} 1 \(fedavg\) and 2 \(fedclip\)"):
+        summarise([plain, run("fedclip", 2, True)], fair=True)
 
 
 def test_ls_runs_names_data_and_scores(two_sets: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import malformed
 import numpy as np
 import pytest
 import torch
-from helpers import random_data, random_task, same, train_small
+from helpers import random_data, random_task, same, scores, small_setup, train_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.schema import Field, Schema
 from fedvlm.core.state import Reply, State
+from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, NoQuorum, VoidRound
 from fedvlm.federation import wire
@@ -112,6 +115,16 @@ def test_a_lie_is_refused_and_named(step, lie, why):
     assert why in record["offences"]["b"] and set(record) == {"offences"}
 
 
+def test_a_client_trains_on_no_more_than_the_training_images_it_declared():
+    """Where it has more for testing, those do not count."""
+    method, _ = method_and_data()
+    data = random_data(random_task(), sizes=((9, 3, 20),) * 5)
+    guard = guard_for(method, data)
+    cohort = Cohort(Lying(Stacked(method, data, 5), set_to("n", 10)), ABLE, 1, guard=guard)
+    assert cohort.ask("train", method.init(5).message()).ids.tolist() == [0, 2, 3, 4]
+    assert "n out of its range" in guard.end_round(1)["offences"]["b"]
+
+
 def test_an_honest_round_is_untouched():
     method, data = method_and_data()
     guard, bare = guard_for(method, data), Stacked(method, data, 6)
@@ -147,6 +160,19 @@ def test_a_long_update_is_shortened_to_the_bound():
     median = np.median([*lengths[others].tolist(), 1e99])
     assert found[1] == pytest.approx(5 * median, rel=1e-5)
     assert 10 < guard.end_round(1)["bounded"]["b"] < 100
+
+
+def test_clients_that_stand_still_do_not_lower_the_bound():
+    """Of five clients two do not move, and the others by 1, 2 and 7.9: with bound=4 nobody is too long."""
+    method, data = method_and_data()
+    message = method.init(6).message()
+    move = torch.zeros(5, *message.shared["head"].shape)
+    move[:, 0, 0] = torch.tensor([0.0, 1.0, 0.0, 2.0, 7.9])
+    reply = Reply(ABLE, {"n": torch.ones(5), "loss": torch.zeros(5)}, {"head": message.shared["head"] + move})
+    guard = guard_for(method, data, bound=4.0)
+    (found,) = guard.accepted(iter([reply]), "train", message, 1)
+    same(found.shared, reply.shared)
+    assert guard.end_round(1) == {}
 
 
 @pytest.mark.parametrize("times", [-100_000, 1e30, 3e38, -1e300])
@@ -215,6 +241,30 @@ def test_three_offences_end_in_quarantine_and_a_resumed_run_remembers():
     cohort = Cohort(Stacked(method, data, 6), ABLE, 6, guard=resumed)
     cohort.ask("train", method.init(6).message())
     assert cohort.bytes_down == 4 * method.init(6).message().nbytes  # nothing is sent to it
+
+
+def test_a_resumed_run_does_not_ask_who_is_in_quarantine(images, tmp_path, monkeypatch):
+    """Stopped after three rounds with a liar and resumed, it is the run that was not stopped."""
+    run_step = Stacked.run
+
+    def lying(self, step, ids, message, round, exchange):
+        yield from Lying(SimpleNamespace(run=partial(run_step, self)), set_to("n", -1)).run(
+            step, ids, message, round, exchange
+        )
+
+    def stop(record):
+        if record["round"] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stacked, "run", lying)
+    keys = {"partition": "iid", "clients": 4, "unseen": "", "rounds": 5}
+    whole = train_small(images, tmp_path / "whole", "fedavg", **keys)
+    setup = small_setup(images, "fedavg", **keys)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(setup, Pools().load(setup), tmp_path / "parts", stop)
+    again = train.train(setup, Pools().load(setup), tmp_path / "parts")
+    assert [len(r.get("quarantined", [])) for r in whole.rounds()] == [0, 0, 0, 1, 1, 1]
+    assert scores(again) == scores(whole)
 
 
 def test_a_late_client_rests_longer_each_time_unless_it_is_needed():

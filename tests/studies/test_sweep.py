@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
+from helpers import other_values
+from run_folders import write
 
 import fedvlm
 from fedvlm import api
 from fedvlm.cli import main
-from fedvlm.config.config import resolve
+from fedvlm.config.config import Config, resolve
+from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluation.views import selection
 from fedvlm.studies import comparison, sweep
 from fedvlm.training import planning
+from fedvlm.training.folder import RunFolder
 
 GRID = ("lr=1e-6,0.05", "mu=0.01,1")
 
@@ -35,13 +40,42 @@ def swept(images, tmp_path_factory):
 def test_the_table_has_the_value_that_validation_chose(swept):
     tries = [r.record for r in fedvlm.runs(swept / "sweep")]
     assert len(tries) == 2 + 4 and {r.seed for r in tries} == {1}
-    scores = {r.local.settings["lr"]: selection(r.finished.last) for r in tries if r.method.name == "fedavg"}
+    scores = {
+        r.local.settings["lr"]: (r.finished.last["shared"]["val"] + r.finished.last["personal"]["val"]) / 2
+        for r in tries
+        if r.method.name == "fedavg"
+    }
     assert scores.keys() == {1e-6, 0.05} and len(set(scores.values())) == 2
     chosen = max(scores, key=lambda lr: scores[lr])
     runs = fedvlm.runs(swept)  # without what was tried
     found = [(r.record.method.name, r.record.seed) for r in runs]
     assert sorted(found) == [(m, s) for m in ("fedavg", "fedprox", "zero-shot") for s in (1, 2)]
     assert {r.record.local.settings["lr"] for r in runs if r.record.method.name == "fedavg"} == {chosen}
+
+
+def scored(root, lr: float, shared: float, personal: float, test: float, before: float) -> RunFolder:
+    """A finished run whose last round has these validation accuracies, and whose selected round is an earlier one."""
+    run = write(root / str(lr), "fedavg", lr=lr)
+    views = {"shared": {"val": shared, "test": test}, "personal": {"val": personal, "test": test}}
+    best = {"shared": {"val": before, "test": test}, "personal": {"val": before, "test": test}}
+    last, selected = run.record.finished.last | views, run.rounds()[1] | best
+    result = replace(run.record.finished, last=last, selected=selected)
+    run.write("run.json", replace(run.record, result=result).to_json().encode())
+    return run
+
+
+def test_a_value_is_chosen_by_validation_in_the_last_round(tmp_path, monkeypatch):
+    """Both views count; neither test images nor an earlier round do."""
+    runs = {
+        0.1: scored(tmp_path, 0.1, 0.5, 0.8, test=0.9, before=0.7),
+        0.2: scored(tmp_path, 0.2, 0.6, 0.9, test=0.1, before=0.2),
+        0.3: scored(tmp_path, 0.3, 0.1, 0.95, test=0.5, before=0.99),
+    }
+    assert [sweep.score([run]) for run in runs.values()] == pytest.approx([0.65, 0.75, 0.525])
+    assert sweep.score([runs[0.1], runs[0.2]]) == pytest.approx(0.7)  # over held-out targets
+    monkeypatch.setattr(sweep, "tried", lambda setups, pools: [[runs[s.local.lr]] for s in setups])
+    (choice,) = sweep.by_grid([(resolve("fedavg", {}), sweep.Search({"lr": list(runs)}))], Pools())
+    assert choice.point == {"lr": 0.2} and choice.setup.local.lr == 0.2
 
 
 def test_it_says_what_was_tried_and_goes_on_where_it_stopped(swept, images, capsys):
@@ -126,6 +160,25 @@ def test_optuna_is_asked_for_settings(images, tmp_path):
     tries = [r.record.local.settings["lr"] for r in fedvlm.runs(tmp_path / "runs" / "sweep")]
     assert len(tries) == 2 and all(0.001 <= lr <= 0.1 for lr in tries)
     assert runs[-1].record.local.settings["lr"] in tries and "2 trials of optuna" in str(runs.table())
+
+
+# keys that say nothing of the frozen model: how methods are trained, and where that is computed
+OF_TRAINING = {"settings", "rounds", "participation", "sampling", "dropout", "quorum", "bound", "evaluate"}
+OF_TRAINING |= {"dp", "epsilon", "delta", "noise_multiplier", "clip_norm", "clip_quantile", "noise_at"}
+OF_TRAINING |= {"secure", "threshold", "secure_range"}
+OF_COMPUTING = {"federation", "engine", "device", "chunk", "workers", "threads", "timeout", "grace", "log"}
+OF_TEXT = {"stride"}  # the frozen model is not added there
+
+
+@pytest.mark.parametrize("key", sorted(f.name for f in fields(Config)))
+def test_the_frozen_model_is_evaluated_as_the_methods_are(key):
+    value = other_values()[key]
+    setup = resolve("fedavg", {"data": "emoji", key: value})
+    pool = SimpleNamespace(task=SimpleNamespace(text=1), source=SimpleNamespace(task_type=CLASSIFICATION))
+    (frozen,) = comparison.frozen([setup], pool)
+    assert getattr(setup.config, key) != getattr(Config(), key)
+    if key not in OF_TRAINING | OF_COMPUTING | OF_TEXT:
+        assert getattr(frozen.config, key) == getattr(setup.config, key)
 
 
 def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
