@@ -25,6 +25,7 @@ def test_none():
 def test_wrong():
     assert double(1) == 5
 """
+ONE, NONE, WRONG = (f"tests/test_tiny.py::test_{name}" for name in ("one", "none", "wrong"))
 
 
 @pytest.fixture
@@ -44,10 +45,10 @@ def found_by(mutants, tmp_path, capsys) -> Callable[[str], tuple[int, str]]:
         (root / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
 
-    def call(test: str, old: str = "return 2", new: str = "return 3", more: str = "") -> tuple[int, str]:
+    def call(tests: str, old: str = "return 2", new: str = "return 3", more: str = "") -> tuple[int, str]:
         entry = f"[[mutant]]\nname = 'factor'\nfile = 'tiny/__init__.py'\nold = '{old}'\nnew = '{new}'\n"
         data = tmp_path / "data.toml"
-        data.write_text(entry + f"tests = ['tests/test_tiny.py::{test}']\nwhat = 'twice is three times'\n" + more)
+        data.write_text(entry + f"tests = {tests.split()}\nwhat = 'twice is three times'\n" + more)
         code = mutants.main(["--root", str(root), "--data", str(data), "-j", "1", "--limit", "60"])
         assert (root / "tiny" / "__init__.py").read_text() == CODE
         return code, capsys.readouterr().out
@@ -78,39 +79,40 @@ def test_every_test_of_an_entry_exists(mutants):
             assert not function or function.partition("[")[0] in defined[file], f"{mutant.name}: {test}"
 
 
-def test_a_mistake_that_a_test_notices(found_by):
-    code, said = found_by("test_one")
+@pytest.mark.parametrize("tests", [ONE, "tests/test_tiny.py -k one"])
+def test_a_mistake_that_a_test_notices(found_by, tests):
+    code, said = found_by(tests)
     assert code == 0
     assert "noticed" in said and "tests/test_tiny.py::test_one" in said and "1 noticed;" in said
 
 
 def test_a_mistake_that_no_test_notices(found_by):
-    code, said = found_by("test_none")
+    code, said = found_by(NONE)
     assert code == 1
     assert "SURVIVED" in said and "twice is three times" in said
 
 
 def test_a_mistake_that_no_test_can_notice(found_by):
-    code, said = found_by("test_none", more="reason = 'of zero it is the same'\n")
+    code, said = found_by(NONE, more="reason = 'of zero it is the same'\n")
     assert code == 0
     assert "1 survived, as its reason says;" in said and "of zero it is the same" in said
 
 
 @pytest.mark.parametrize("old", ["return 4", "x"])
 def test_code_that_is_not_there_once(found_by, old):
-    code, said = found_by("test_one", old)
+    code, said = found_by(ONE, old)
     assert code == 1
     assert f"found {CODE.count(old)} times in tiny/__init__.py" in said
 
 
 def test_a_test_that_fails_anyway(found_by):
-    code, said = found_by("test_wrong")
+    code, said = found_by(WRONG)
     assert code == 1
     assert "without it" in said and "noticed" not in said
 
 
 def test_code_that_cannot_be_imported_shows_nothing(found_by):
-    code, said = found_by("test_one", new="return (")
+    code, said = found_by(ONE, new="return (")
     assert code == 1
     assert "ERROR" in said and "noticed" not in said
 
