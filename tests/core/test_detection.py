@@ -187,7 +187,7 @@ def test_a_run_records_detection(name, images, outsiders, tmp_path, bytes_only):
     many = resolve(name, given | {"engine": "stacked", "chunk": 3})
     beside = train.train(many, Pools().load(many), tmp_path / "many").record.finished.last
     for view, found in last["detection"].items():
-        assert beside["detection"][view] == pytest.approx(found, abs=0.05)
+        assert beside["detection"][view] == pytest.approx(found, abs=0.01)
 
 
 def test_a_missing_folder_of_outsiders_is_an_error(images, tmp_path):

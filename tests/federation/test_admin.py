@@ -89,7 +89,8 @@ def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatc
         content["config"]["federation"] = str(kit)
         (begun / "run.json").write_text(json.dumps(content))
         assert main(["resume", str(begun)]) == 1
-        assert f"it would contact the federation of {kit}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "it would contact the federation of " in said and f"{kit}"[-20:] + ". Nothing" in said  # or shortened
 
 
 def test_who_was_left_out_is_told_once_also_when_the_run_was_short(tmp_path, capsys):

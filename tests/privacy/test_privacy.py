@@ -28,7 +28,7 @@ from helpers import (
 )
 from helpers import close as equal
 
-from fedvlm import api
+from fedvlm import api, parts
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch
 from fedvlm.core.state import Reply, copy_per_client
@@ -492,8 +492,14 @@ def test_client_level_refuses_what_is_not_covered(names):
 
 @pytest.mark.parametrize("local", ["sgd", "prox", "ditto", "fedrep", "perfedavg", "bgp"])
 def test_client_level_covers_every_rule_that_sends_an_update(local):
-    method, data = private_method(of_clients(), "rotation", local)
+    """And what the rule sends is clipped, counts once and tells no loss."""
+    method, data = private_method(of_clients(clip=0.003), "rotation", local)
     check_method(method, federation_of(data, method.task))
+    state = method.init(len(data))
+    reply = Cohort(Stacked(method, data, 1), ABLE, 1).ask("train", state.message())
+    lengths = norms({k: v.double() - state.shared[k] for k, v in reply.shared.items()})
+    assert lengths.numpy() == pytest.approx(np.full(5, 0.003), rel=1e-3)
+    assert set(reply.values) == {"n", "loss"} and (reply.values["n"] == 1).all() and (reply.values["loss"] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -528,8 +534,17 @@ def test_example_level_refuses_contrastive_objectives_and_large_adapters(monkeyp
 
 @pytest.mark.parametrize("merge", ["mean", "median", "krum", "trimmed"])
 def test_example_level_allows_every_merge_of_updates(merge):
-    method, data = private_method(Privacy("example", 1.0, 1.0, 5.0), "linear", "sgd", merge)
+    """And what it merges is noise of that size: with a noise of 500 gradients little else is left."""
+    privacy = Privacy("example", 500.0, 1.0, 5.0, secret=b"m")
+    method, data = wide_method(privacy, [(30, 0, 0)] * 5, batch=15)
+    method = Method.build(method.adapter, method.local, parts.find("merge", merge)(), method.task, 5, privacy=privacy)
     check_method(method, federation_of(data, method.task))
+    state = method.init(len(data))
+    found = method.round(state, Cohort(Stacked(method, data, 1), ABLE, 1)).shared
+    moved = torch.cat([(v - state.shared[k]).flatten() for k, v in found.items()])
+    # the deviation of what five normal numbers become: their mean, their median, the mean of the middle three, one of them
+    of_five = {"mean": 5**-0.5, "median": 0.536, "trimmed": 0.477, "krum": 1.0}[merge]
+    assert moved.std() == pytest.approx(500 / 15 * math.sqrt(2) * of_five, rel=0.03)
 
 
 def test_a_missing_library_is_named(images, monkeypatch):

@@ -66,10 +66,12 @@ def test_the_numbers_of_the_papers_are_there():
     faa = [r.numbers["G"].mean for r in find("fft-gp", "15")[0].rows]
     assert faa == [48.68, 49.28, 49.76, 49.94, 51.02, 50.64]
     # means that the papers print are those of their parts: a wrong digit shows
+    printed_otherwise = {("pacs", "fedot"), ("pacs", "fedot-b"), ("vlcs", "zero-shot")}  # by 0.42, 0.42 and 0.35
     for part in parts("fedot"):
         cells = [m for m in part.measures if re.fullmatch(r"G@\w+", m)]
         for row in part.rows if len(cells) == 4 else []:
-            assert np.mean([row.numbers[m].mean for m in cells]) == pytest.approx(row.numbers["G"].mean, abs=1.0)
+            mean = np.mean([row.numbers[m].mean for m in cells])
+            assert (abs(mean - row.numbers["G"].mean) > 0.04) == ((part.data, row.method) in printed_otherwise)
 
 
 def test_a_table_is_found_by_its_number():

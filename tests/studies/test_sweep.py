@@ -162,6 +162,18 @@ def test_optuna_is_asked_for_settings(images, tmp_path):
     assert runs[-1].record.local.settings["lr"] in tries and "2 trials of optuna" in str(runs.table())
 
 
+def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
+    """With the same data, split and seeds; not twice, and not for a backbone without a text tower."""
+    given = {"data": str(images), "unseen": "noto", "seeds": "1", "rounds": 3, "shots": 2, "out": str(tmp_path)}
+    pools = api.new_pools()
+    frozen, other = comparison.setups_of(["fedavg"], given | {"dp": "client", "epsilon": 8}, pools)
+    assert frozen.method.name == "zero-shot" and frozen.config.dp == "none" and frozen.config.shots == 2
+    assert frozen.config.unseen == other.config.unseen and frozen.config.seeds == (1,)
+    for methods, more in ((["zero-shot", "fedavg"], {}), (["fedavg"], {"on": "resnet"})):
+        names = [s.method.name for s in comparison.setups_of(methods, given | more, pools)]
+        assert names == methods
+
+
 # keys that say nothing of the frozen model: how methods are trained, and where that is computed
 OF_TRAINING = {"settings", "rounds", "participation", "sampling", "dropout", "quorum", "bound", "evaluate"}
 OF_TRAINING |= {"dp", "epsilon", "delta", "noise_multiplier", "clip_norm", "clip_quantile", "noise_at"}
@@ -179,15 +191,3 @@ def test_the_frozen_model_is_evaluated_as_the_methods_are(key):
     assert getattr(setup.config, key) != getattr(Config(), key)
     if key not in OF_TRAINING | OF_COMPUTING | OF_TEXT:
         assert getattr(frozen.config, key) == getattr(setup.config, key)
-
-
-def test_the_frozen_model_is_added_where_it_can_classify(images, tmp_path):
-    """With the same data, split and seeds; not twice, and not for a backbone without a text tower."""
-    given = {"data": str(images), "unseen": "noto", "seeds": "1", "rounds": 3, "shots": 2, "out": str(tmp_path)}
-    pools = api.new_pools()
-    frozen, other = comparison.setups_of(["fedavg"], given | {"dp": "client", "epsilon": 8}, pools)
-    assert frozen.method.name == "zero-shot" and frozen.config.dp == "none" and frozen.config.shots == 2
-    assert frozen.config.unseen == other.config.unseen and frozen.config.seeds == (1,)
-    for methods, more in ((["zero-shot", "fedavg"], {}), (["fedavg"], {"on": "resnet"})):
-        names = [s.method.name for s in comparison.setups_of(methods, given | more, pools)]
-        assert names == methods

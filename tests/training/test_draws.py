@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
-import sys
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 from helpers import build, example, play, published, small_adapter, small_setup
 
+import fedvlm
 from fedvlm.config.config import Config
 from fedvlm.core import seeds
 from fedvlm.data.partition import iid
@@ -25,8 +30,19 @@ Drawn = Counter[tuple[object, ...]]
 COHORT = 31  # the purpose of the draw that says which clients a round asks
 
 
+@pytest.fixture(scope="module")
+def modules() -> list[ModuleType]:
+    """Those that can draw, imported beforehand: one that is first imported while the fixture below acts would keep it."""
+    root, found = Path(fedvlm.__file__).parent, []
+    for path in sorted(root.rglob("*.py")):
+        if re.search(r"^ *(from|import) .*\b(seeds|noise|keys)\b", path.read_text("utf-8"), re.MULTILINE):
+            with contextlib.suppress(ImportError):  # of an optional library
+                found.append(importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts)))
+    return [*found, seeds, noise, secure_keys]
+
+
 @pytest.fixture
-def drawn(monkeypatch) -> Drawn:
+def drawn(monkeypatch, modules) -> Drawn:
     """How often each key is drawn from, wherever that is: every generator and order goes through `seeds.keys`, normal noise
     through `noise.uniform`, every mask through `add_mask`, which adds it at one end and subtracts it at the other."""
     found = Drawn()
@@ -36,7 +52,7 @@ def drawn(monkeypatch) -> Drawn:
             found.update(keys_of(*given, **named))
             return on(*given, **named)
 
-        for module in [module for name, module in sys.modules.items() if name.startswith("fedvlm.")]:
+        for module in modules:
             for name in [name for name, value in vars(module).items() if value is on]:
                 monkeypatch.setattr(module, name, noted)
 
@@ -87,9 +103,9 @@ def covering() -> list[tuple[str, str, str]]:
     return found
 
 
-# A personal copy is trained on batches of the same order as the shared model: fedrep's two parts, ditto's two models, and
-# the steps by which perfedavg adapts
-TWICE_ON_PURPOSE = {"ditto", "fedrep", "perfedavg"}
+# A personal copy is trained on batches of the same order as the shared model (fedrep's two parts, ditto's two models, the
+# steps by which perfedavg adapts), and memory remembers the same images in every round
+TWICE_ON_PURPOSE = {"ditto", "fedrep", "perfedavg", "memory"}
 # These draw for a step alone: in every round, for every client and with every seed the same
 BY_STEP_ALONE = {"gallop", "lapt", "proda"}
 
