@@ -26,7 +26,6 @@ from fedvlm.data.store import (
     open_view,
     prune,
     text_embeddings,
-    text_embeddings_by,
 )
 from fedvlm.errors import FedvlmError
 
@@ -220,14 +219,6 @@ def test_text_is_encoded_once(cache):
     data[-3] ^= 1
     segments(cache)[0].write_bytes(data)
     assert torch.equal(text_embeddings(model, ["a cat", "a dog"]), first)
-
-
-def test_text_of_another_encoder_is_stored_apart():
-    model = Colours()
-    first = text_embeddings(model, ["a cat"])
-    other = text_embeddings_by(model, ["a cat"], lambda phrases: -model.texts(phrases), key_prefix="other ")
-    assert torch.equal(other, -first)
-    assert torch.equal(text_embeddings(model, ["a cat"]), first)
 
 
 def test_text_and_images_have_their_own_folders(source):
