@@ -230,6 +230,13 @@ def test_text_and_images_have_their_own_folders(source):
     assert len(open_view(model).index) == 22 and len(open_view(model, "text").index) == 2
 
 
+def test_what_another_machine_computes_has_no_mark_of_this_one():
+    class Service(Colours):
+        elsewhere = True
+
+    assert open_view(Service()).folder.name == "colours-0123456789ab-embedding"
+
+
 def test_every_image_has_noise_of_its_own():
     grey = Image.new("RGB", (16, 16), (99, 99, 99))
     keys = [digest(data) for data in (b"one", b"two", b"one")]

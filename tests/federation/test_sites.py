@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare")
 
+from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
@@ -161,6 +162,7 @@ def test_sites_in_processes_that_own_their_data_give_the_bits_of_a_serial_run(fe
     for style in STYLES:  # both sides have written down the same
         assert ledger.compare(sites.place / style / ledger.SENT, run.folder / ledger.RECEIVED, style) == []
         assert ledger.verify(sites.place / style / ledger.SENT) is None
+    assert run.record.processors == {who: [str(arithmetic())] for who in ("server", *STYLES)}
     from fedvlm.predict.predictor import from_run
 
     mine = RunFolder(sites.place / "openmoji" / "runs" / plan.name)
