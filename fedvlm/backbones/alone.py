@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -20,24 +19,43 @@ from torch import Tensor
 PIECE = 16  # images per call of a thread on a CPU: enough to keep a layer's weights in the cache
 
 Item = TypeVar("Item")
-LOCK = threading.RLock()  # MKL has one setting for all threads
+LOCK = threading.RLock()
+
+
+class Here(threading.local):
+    on_one_core = False  # whether this thread computes on one core
+
+
+HERE = Here()
+usual = 0  # the number of cores that torch may use, while encoder_threads has set it to 1; 0 outside
 
 
 @contextmanager
 def encoder_threads(count: int) -> Iterator[ThreadPoolExecutor | None]:
-    """So many threads, each of which, like this one meanwhile, computes on one core; None for 0."""
+    """Threads, so many, each of which, like this one meanwhile, computes on one core; None for 0."""
+    global usual
     if not count:
         yield None
         return
     with LOCK:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        pool = ThreadPoolExecutor(count, "encode", initializer=partial(torch.set_num_threads, 1))
+        before = torch.get_num_threads(), HERE.on_one_core, usual
+        usual = usual or before[0]
+        on_one_core()
+        pool = ThreadPoolExecutor(count, "encode", initializer=on_one_core)
         try:
             yield pool
         finally:
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(before)
+            number, HERE.on_one_core, usual = before
+            torch.set_num_threads(number)
+
+
+def on_one_core() -> None:
+    """Keeps this thread to one core. torch has a number of cores for each thread, which a new thread takes, when it first
+    asks for it, from the one that was set last anywhere: so it is asked for before it is set."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    HERE.on_one_core = True
 
 
 def each_alone(encode: Callable[[Sequence[Item]], Tensor], given: Sequence[Item]) -> Tensor:
@@ -48,11 +66,14 @@ def each_alone(encode: Callable[[Sequence[Item]], Tensor], given: Sequence[Item]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
             return encode(part)
 
-    threads = torch.get_num_threads()
-    if threads == 1:  # a thread of a pool that encodes, or a user's choice
+    if HERE.on_one_core:
         return encoded(given)
-    with encoder_threads(threads) as pool:
-        most = max(1, min(PIECE, -(-len(given) // threads)))
+    cores = usual or torch.get_num_threads()
+    if cores == 1:  # nothing to share, so several threads may do this at once
+        torch.set_num_threads(1)
+        return encoded(given)
+    with encoder_threads(cores) as pool:
+        most = max(1, min(PIECE, -(-len(given) // cores)))
         parts = [given[part] for part in pieces(len(given), most)]
         if pool is None or len(parts) < 2:
             return encoded(given)

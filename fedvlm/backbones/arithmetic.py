@@ -34,7 +34,7 @@ class Arithmetic(NamedTuple):
 
 @cache
 def arithmetic() -> Arithmetic:
-    """Of this process: variables of the environment can hold a library to fewer instructions."""
+    """The arithmetic of this process: variables of the environment can hold a library to fewer instructions."""
     library = "oneDNN" if onednn() else "MKL" if torch.backends.mkl.is_available() else "torch's own products"
     with torch.no_grad(), encoder_threads(1):
         bits = b"".join(x.contiguous().numpy().tobytes() for x in operations())
@@ -75,7 +75,7 @@ def processor() -> str:
 
 
 def described(device: str) -> str:
-    """With what a process computes whose methods are trained on this device."""
+    """A sentence for the record of a run whose methods are trained on this device."""
     gpu = f"; methods on {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else ""
     return f"{arithmetic()}{gpu}"
 

@@ -3,8 +3,7 @@
 A library may round a row of a product otherwise where other rows are beside it, and an activation may round the last
 values of a tensor otherwise than those before. So each image, and each text, is a tensor of its own through the whole
 tower: the shapes of all operations are always the same, and its result depends on it and on the weights alone. Several
-images go through one layer after the other together, so that a layer's weights stay in the cache (measured with mini-clip:
-a tenth less time than image by image, and as fast as 16 images in one tensor).
+images go through one weight after the other together, so that the weight stays in the cache.
 
     images = FrozenImages.of(vision_model, layers)     images.embeddings(pixels), images.hidden(pixels, 4), …
     texts = FrozenTexts(text_tower)                    texts.embeddings(["a photo of a cat", …])
@@ -54,29 +53,32 @@ class FrozenLayer:
             self.key_value = frozen(weight[width:], bias[width:], positions)
         self.out, self.fc1, self.fc2 = (frozen(*affine, few) for affine in (layer.out, layer.fc1, layer.fc2))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        width = x.shape[-1]
-        normed = F.layer_norm(x, (width,), *self.norm1, self.eps)
+    def __call__(self, each: list[Tensor]) -> list[Tensor]:
+        """Each image or text by itself; a weight is used for all before the next one, so that it stays in the cache."""
+        normed = [self._norm(x, self.norm1) for x in each]
         if self.read is None:
-            query, key, value = self._heads(self.qkv(normed))
+            heads = [self._heads(self.qkv(n)) for n in normed]
         else:
-            x = x[self.read]
-            (query,) = self._heads(self.query(normed[self.read]))
-            key, value = self._heads(self.key_value(normed))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        x = x + self.out(mixed[0].transpose(0, 1).flatten(1))
-        normed = F.layer_norm(x, (width,), *self.norm2, self.eps)
-        return x + self.fc2(self.activation(self.fc1(normed)))
+            each, read = [x[self.read] for x in each], [self.query(n[self.read]) for n in normed]
+            both = [self.key_value(n) for n in normed]
+            heads = [self._heads(q) + self._heads(kv) for q, kv in zip(read, both, strict=True)]
+        mixed = [F.scaled_dot_product_attention(*parts, is_causal=self.causal) for parts in heads]
+        each = [x + self.out(m[0].transpose(0, 1).flatten(1)) for x, m in zip(each, mixed, strict=True)]
+        inner = [self.activation(self.fc1(self._norm(x, self.norm2))) for x in each]
+        return [x + self.fc2(h) for x, h in zip(each, inner, strict=True)]
+
+    def _norm(self, x: Tensor, affine: Affine) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], *affine, self.eps)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """[positions, parts × width] as parts of [1, heads, positions, head size]."""
         return x.view(len(x), -1, self.heads, len(self.norm1[0]) // self.heads).permute(1, 2, 0, 3)[:, None].unbind(0)
 
 
-def through(layers: Iterable[Callable[[Tensor], Tensor]], each: list[Tensor]) -> list[Tensor]:
-    """Each tensor through all layers, one layer after the other."""
+def through(layers: Iterable[FrozenLayer], each: list[Tensor]) -> list[Tensor]:
+    """Each tensor through all layers."""
     for layer in layers:
-        each = [layer(x) for x in each]
+        each = layer(each)
     return each
 
 
