@@ -32,7 +32,7 @@ SETTINGS = {
 }
 TESTS = (
     "tests/towers/test_products.py",
-    "tests/towers/test_frozen.py",
+    "tests/backbones/test_alone.py",
     "tests/data/test_encoding.py",
     "tests/parts/test_moments.py",
     "tests/engines",

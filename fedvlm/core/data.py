@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     y: Tensor  # [clients, examples, ...]
     weight: Tensor  # [clients, examples]: 1/(real examples), 0 for padding
     step: int = 0  # which of a client's batches this is, the same for all clients side by side
+    drawn: tuple[int, ...] = ()  # seed and round: with the step, what random numbers of this batch depend on
 
     def mean(self, each: Tensor) -> Tensor:
         """The mean over real examples, one number per client."""
@@ -117,7 +118,8 @@ class Data:
                 at[:, 0].tolist(), (at < steps[:n] * epochs).sum(1).tolist(), *plan, strict=True
             ):
                 which, label, weight = parts if active == n else (part[:active] for part in parts)
-                yield Batch(self.take(which), label if self.y.dim() == 1 else self.y[label], weight, step)
+                y = label if self.y.dim() == 1 else self.y[label]
+                yield Batch(self.take(which), y, weight, step, (self.seed, self.round))
 
     def take(self, rows: Tensor) -> Tensor:
         """x[rows] in a quarter of the time on a CPU (benchmarks/steps.py)."""

@@ -55,7 +55,8 @@ class PrivateDescent:
         total = [torch.zeros_like(v, dtype=torch.float64) for v in params.values()]
         for rows in self.blocks(params, chosen + int(data.bounds[0, 0])):
             at = data.tensor(rows)[:, None]
-            batch = Batch(data.take(at), data.y[at], torch.ones(len(at), 1, dtype=data.dtype, device=at.device), step)
+            weight = torch.ones(len(at), 1, dtype=data.dtype, device=at.device)
+            batch = Batch(data.take(at), data.y[at], weight, step, (data.seed, data.round))
             _, each = gradients({k: v.expand(len(at), *v.shape[1:]) for k, v in params.items()}, batch)
             lengths = torch.stack([torch.linalg.vector_norm(g.flatten(1).double(), dim=1) for g in each]).norm(dim=0)
             factor = (self.clip / lengths).clamp(max=1.0)

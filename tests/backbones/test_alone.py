@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -173,8 +174,10 @@ def test_two_threads_of_a_user_compute_the_same_as_one():
     assert torch.equal(found[0], expected) and torch.equal(found[1], expected)
 
 
-def test_threads_inside_threads_wait_for_nobody():
+def test_threads_inside_threads_wait_for_nobody(threads):
+    """Who starts them computes on one core meanwhile, too."""
     with encoder_threads(2) as pool, encoder_threads(2):
+        assert torch.get_num_threads() == 1
         assert pool.submit(lambda: torch.get_num_threads()).result(timeout=10) == 1
 
 
@@ -185,6 +188,17 @@ def test_the_arithmetic_is_that_of_this_process():
     code = "from fedvlm.backbones.arithmetic import arithmetic; print(arithmetic())"
     again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert again.stdout.strip() == str(found)
+
+
+def test_other_instructions_have_another_mark():
+    """The same processor, held to SSE4.2, multiplies in another order."""
+    held = os.environ | {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    code = "from fedvlm.backbones.arithmetic import arithmetic; print(*arithmetic()[2:], sep=',')"
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=held)
+    instructions, mark = again.stdout.strip().split(",")
+    if instructions == arithmetic().instructions:
+        pytest.skip("it has no other instructions")
+    assert mark != arithmetic().mark
 
 
 def test_on_other_processors_too():

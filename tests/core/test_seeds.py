@@ -134,3 +134,10 @@ def test_every_round_has_its_own_order():
     order = [[y for b in d.batches(20) for y in b.y.flatten().tolist()] for d in (first, second)]
     assert order[0] != order[1]
     assert sorted(order[0]) == sorted(order[1]) == list(range(20))
+
+
+def test_every_epoch_of_a_round_has_its_own_order():
+    data = Data(torch.zeros(20, 1), torch.arange(20), np.array([[0, 20, 20, 20]]), np.array([0]), seed=2)
+    first, second = (batch.y.flatten().tolist() for batch in data.batches(20, epochs=2))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(20))

@@ -142,6 +142,15 @@ def test_contrast_and_brightness_equal_their_equations():
     assert set(corrupt(black, "brightness", 2, 0).tobytes()) == {51}
 
 
+@pytest.mark.parametrize("severity", range(1, 6))
+def test_fog_is_between_the_darkest_and_the_brightest_pixel(severity):
+    """It takes the brightest pixel's place at its thickest, and nothing saturates."""
+    image = scene(48, 48, seed=7).point(lambda level: 60 + level // 3)
+    found, (low, high) = array(corrupt(image, "fog", severity, 0)), (array(image).min(), array(image).max())
+    assert low * high / (high + 3.5) - 0.01 < found.min() and found.max() <= high + 0.51 / 255
+    assert found.std() > 0.01
+
+
 def test_pixelate_leaves_blocks():
     found = array(corrupt(scene(80, 40, seed=5), "pixelate", 5, 0))
     blocks = found.reshape(10, 4, 20, 4, 3)

@@ -31,7 +31,7 @@ from fedvlm.data.images import BadImage, decode
 from fedvlm.data.pool import Pool, Pools, image_pool, task_of
 from fedvlm.data.sample import MOST, sampled
 from fedvlm.data.source import Source, open_source
-from fedvlm.data.wording import doubtful_names
+from fedvlm.data.wording import class_phrases, doubtful_names
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console
 from fedvlm.system.formatting import duration, size
@@ -157,6 +157,12 @@ def test_templates():
     assert templates_of("clip") == CLIP and len(CLIP) == 7
     with pytest.raises(FedvlmError, match=r"template='no name' must hold \{\}"):
         templates_of("a {}\nno name")
+
+
+def test_names_of_classes_are_in_small_letters_with_spaces():
+    phrases = class_phrases("a photo of a {}.", ["German_Shepherd", "cat"])
+    assert phrases == ("a photo of a german shepherd.", "a photo of a cat.")
+    assert class_phrases("a {}\nthe {}", ["cat"]) == ()  # of several there is no single one
 
 
 def test_several_templates_are_averaged():

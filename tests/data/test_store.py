@@ -18,7 +18,15 @@ from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.backbones.base import ViewFormat
 from fedvlm.data import encoding
 from fedvlm.data.source import Source, digest, open_source
-from fedvlm.data.store import features, fingerprint, listing, open_view, prune, text_embeddings
+from fedvlm.data.store import (
+    corrupted,
+    features,
+    fingerprint,
+    listing,
+    open_view,
+    prune,
+    text_embeddings,
+)
 from fedvlm.errors import FedvlmError
 
 
@@ -220,6 +228,20 @@ def test_text_and_images_have_their_own_folders(source):
     names = [f"colours-0123456789ab-{view}-{arithmetic().mark}" for view in ("embedding", "text")]
     assert sorted(e["view"] for e in listing()) == names
     assert len(open_view(model).index) == 22 and len(open_view(model, "text").index) == 2
+
+
+def test_what_another_machine_computes_has_no_mark_of_this_one():
+    class Service(Colours):
+        elsewhere = True
+
+    assert open_view(Service()).folder.name == "colours-0123456789ab-embedding"
+
+
+def test_every_image_has_noise_of_its_own():
+    grey = Image.new("RGB", (16, 16), (99, 99, 99))
+    keys = [digest(data) for data in (b"one", b"two", b"one")]
+    one, two, again = (corrupted(key, ("gaussian_noise", 3))[1](grey).tobytes() for key in keys)
+    assert one != two and one == again
 
 
 def test_without_a_text_tower_nothing_is_stored(cache):

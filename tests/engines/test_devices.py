@@ -58,6 +58,17 @@ def test_rows_on_a_device_are_those_on_disk(tmp_path, room):
     assert held.read(np.array([1]), 2)["b"].tolist() == [21]
 
 
+def test_a_row_that_another_process_trained_since_is_read_from_disk(tmp_path):
+    one, other = (
+        DeviceRows(Rows(NEWCOMER, 3, tmp_path / "rows.bin", several=True), NEWCOMER, DEVICE, 1 << 20) for _ in range(2)
+    )
+    for round, held in enumerate((one, other), 1):
+        held.write(np.array([2]), rows_of(float(round)), round)
+        held.finish_writing()
+    assert one.read(np.array([2]), 1)["b"].tolist() == [1]
+    assert one.read(np.array([2]), 2)["b"].tolist() == [2]
+
+
 def test_a_disk_that_is_full_is_told_at_the_end_of_the_round(monkeypatch):
     held = DeviceRows(Rows(NEWCOMER, 2), NEWCOMER, DEVICE, 1 << 20)
 

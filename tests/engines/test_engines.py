@@ -26,7 +26,7 @@ from safetensors.torch import save
 from fedvlm.config import recipe
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.state import Message, Reply
+from fedvlm.core.state import Answer, Message, Reply
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import Job
 from fedvlm.engines.stacked import Stacked
@@ -313,6 +313,16 @@ def test_a_client_that_diverges_is_left_out_and_keeps_its_row(double):
         assert (
             state.shared["head"].isfinite().all() and set(cohort.notes["weights"]) == {0, 1} and "client 2" in warned[0]
         )
+
+
+def test_a_client_whose_own_model_alone_diverges_keeps_its_row(double):
+    """What it would send is finite, so only its own row shows it."""
+    task, warned = random_task(), list[str]()
+    engine = Stacked(Method.build(Head(), Sgd(), Mean(), task), random_data(task), warn=warned.append)
+    own = {"w": torch.tensor([[1.0, 2.0], [3.0, torch.nan]])}
+    fine = {"w": torch.ones(2, 2)}
+    ids, answer = engine.finite_only(np.array([4, 5]), Answer(own, fine, fine), "train", 1)
+    assert ids.tolist() == [4] and answer.own["w"].tolist() == [[1, 2]] and "client 5" in warned[0]
 
 
 def test_where_memory_is_full_fewer_clients_run_side_by_side(monkeypatch, double):

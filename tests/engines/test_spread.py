@@ -60,6 +60,7 @@ def played(method: str, folder: Path, images: Path, **given: object) -> RunFolde
         ("fedot", {"chunk": 2}),  # private parameters, autograd
         ("ditto", {"engine": "serial", "participation": 0.6}),  # a row that another worker wrote
         ("scaffold", {"chunk": 3, "adapter": "linear"}),  # more in the message than a model
+        ("fedavg", {"chunk": 3, "dp": "client", "noise_at": "client", "noise_multiplier": 1.0}),  # noise of the clients
     ],
 )
 def test_workers_change_no_bit(method, given, images, tmp_path, threads):

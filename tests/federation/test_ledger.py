@@ -214,6 +214,16 @@ def test_a_site_that_the_server_never_heard_of(both, tmp_path):
     assert len(compare(tmp_path / "third.jsonl", both[1], "third")) == 1
 
 
+@pytest.mark.parametrize("flag", [{"clipped": 2.0}, {"noised": 0.5}, {"masked": True}])
+def test_both_sides_say_what_was_done_to_an_update(both, flag):
+    Ledger(both[0]).append(sent(4, b"update", **flag))
+    Ledger(both[1], sync=False).append(sent(4, b"update", direction="received", **flag))
+    assert compare(*both, "north") == []
+    Ledger(both[0]).append(sent(5, b"update", **flag))
+    Ledger(both[1], sync=False).append(sent(5, b"update", direction="received"))
+    assert len(compare(*both, "north")) == 2  # each has one that the other does not
+
+
 @pytest.mark.parametrize("values", [{}, {"frame": b"other"}, {"masked": True}, {"round": 5}])
 def test_what_is_not_in_the_ledger(both, values):
     Ledger(both[1]).append(sent(**values, direction="received"))

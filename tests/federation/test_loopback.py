@@ -23,6 +23,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.federation import ledger, wire
 from fedvlm.federation.engines import loopback
 from fedvlm.federation.engines.loopback import Loopback
+from fedvlm.federation.ledger import RECEIVED, entries
 from fedvlm.federation.wire import Header
 from fedvlm.federation.worker import Client
 from fedvlm.rounds.guard import Guard
@@ -144,6 +145,24 @@ def test_an_answer_that_is_no_message_is_an_offence(federation, answer):
     FakeWorker.says[1] = lambda header, parts: answer
     assert federation.ask(quorum=0.5).ids.tolist() == [0, 2]
     assert list(federation.guard.end_round(1)["offences"]) == ["openmoji"]
+
+
+@pytest.mark.parametrize("ticket", [3, 5])
+def test_an_answer_to_another_request_is_an_offence(federation, ticket):
+    """Read as any engine reads answers; loopback itself passes over such ones."""
+    answer = wire.pack(Header(ticket=ticket), {"values": {"n": torch.ones(1)}, "shared": {}})
+    assert federation.engine.read(1, answer, Header("train", 1, 0, ticket=4)) is None
+    assert "another request" in federation.guard.end_round(1)["offences"]["openmoji"]
+
+
+def test_the_server_writes_down_why_a_client_refused(federation, tmp_path):
+    FakeWorker.says[1] = lambda header, parts: wire.pack(Header(ticket=header.ticket, error="no room"), {})
+    federation.ask(quorum=0.5)
+    assert {e.site: e.refused for e in entries(tmp_path / RECEIVED)} == {
+        "noto": "",
+        "openmoji": "no room",
+        "twemoji": "",
+    }
 
 
 def test_frames_are_limited_by_what_is_expected(federation):

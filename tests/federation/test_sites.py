@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare")
 
+from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
@@ -23,7 +24,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.federation import agent, hub, ledger, site, wire
 from fedvlm.federation.admin import run_name
 from fedvlm.federation.links import Links
-from fedvlm.federation.plan import Agreed, Plan, packed
+from fedvlm.federation.plan import Agreed, Plan, Ready, packed, unpacked
 from fedvlm.federation.wire import Header, octets, pack, unpack
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.train import train
@@ -161,6 +162,7 @@ def test_sites_in_processes_that_own_their_data_give_the_bits_of_a_serial_run(fe
     for style in STYLES:  # both sides have written down the same
         assert ledger.compare(sites.place / style / ledger.SENT, run.folder / ledger.RECEIVED, style) == []
         assert ledger.verify(sites.place / style / ledger.SENT) is None
+    assert run.record.processors == {who: [str(arithmetic())] for who in ("server", *STYLES)}
     from fedvlm.predict.predictor import from_run
 
     mine = RunFolder(sites.place / "openmoji" / "runs" / plan.name)
@@ -268,6 +270,31 @@ def test_secure_sums_and_privacy_go_across_sites(federation, keys):
     else:  # noise comes from secrets of the machines: no two runs are the same
         assert run.rounds()[-1]["epsilon"] > 0
         assert [e.clipped for e in sent if e.step == "train"] == [1.0, 1.0]
+
+
+def begun(sites: Sites, style: str, plan: Plan, identity: str = "run") -> tuple[agent.Agent, Ready]:
+    one = agent.Agent(sites.place / style, plan.name)
+    assert not unpack(answer(one, pack(Header("look"), packed(plan))))[0].error
+    agreed = Agreed(STYLES.index(style), list(CLASSES), [], 64, 1.0, 3, identity)
+    header, parts = unpack(answer(one, pack(Header("begin"), packed(agreed))))
+    assert not header.error
+    return one, unpacked(Ready, parts)
+
+
+def test_noise_has_another_secret_in_every_run(federation):
+    """With the same, the difference of two runs would have no noise."""
+    sites = federation()
+    plan = sites.plan("fedavg")
+    found = [begun(sites, "noto", plan, identity)[0].client.about.secret for identity in ("one", "two", "one")]
+    assert found[0] != found[1] and found[0] == found[2]
+
+
+def test_a_mark_cannot_be_recognised_by_who_has_the_same_images(federation):
+    sites = federation()
+    plan = sites.plan("fedavg")
+    about = json.loads((sites.place / "noto" / "site.json").read_text())
+    (sites.place / "twemoji" / "site.json").write_text(json.dumps(about | {"site": "twemoji"}))
+    assert begun(sites, "noto", plan)[1].mark != begun(sites, "twemoji", plan)[1].mark
 
 
 # Sites that lie: whatever one of them sends, the run finishes without it

@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from fedvlm.predict.finished import Finished
 from fedvlm.predict.finished import test_rows as rows_of_tests
 from fedvlm.report import axes, charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
-from fedvlm.report.details import calibration, confusion, details, mirrored, principal
+from fedvlm.report.details import calibration, confusion, details, mirrored, most_confused, principal
 from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import Options, code, html
 from fedvlm.report.tables import summarise
@@ -266,6 +267,15 @@ def test_confusions_are_by_client(tmp_path: Path) -> None:
     (drawn,) = [c.svg for c in found.matrices if (c.label, c.view) == ("fedavg", "shared")]
     assert re.findall(r'class="cell middle"[^>]*>([^<]+)<', drawn) == shares
     assert "Expected calibration error, %: zero-shot" in found.reliability[0].caption
+
+
+def test_the_share_of_a_mistake_is_of_the_images_of_its_class_and_client() -> None:
+    """One of two cats at a is called a dog; b, and the dog at a, do not count."""
+    run = SimpleNamespace(client=[0, 0, 0, 1], label=[0, 0, 1, 0], said={"shared": [1, 0, 1, 0]}, names=["a", "b"])
+    run.logits = {"shared": None}
+    (found,) = most_confused([(0, "fedavg", [run])], ["cat", "dog"])  # type: ignore[list-item]
+    mistake = {"client": "a", "true class": "cat", "predicted": "dog", "count": "1", "share": "50"}
+    assert found == {"method": "fedavg", "view": "shared"} | mistake
 
 
 def test_notes_have_commands_as_code() -> None:

@@ -1,6 +1,7 @@
 """What mechanisms did is recorded: of local rules the median over clients, of merges as they say it."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from helpers import example, train_small
 from fedvlm.cli import main
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data
+from fedvlm.core.records import UPDATE, PartRecord
 from fedvlm.engines.stacked import Stacked
 from fedvlm.federation import ledger
 from fedvlm.federation.wire import Header, pack
@@ -163,3 +165,10 @@ def test_the_page_shows_mechanisms_and_what_left_the_clients(run, tmp_path):
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "What the mechanisms did" in text and "What left the clients" in text
     assert "&lt;north&gt;" in text and "w1[2×3]" in text and "clipped" in text
+
+
+def test_effects_are_shown_from_the_first_round_to_the_last():
+    rounds = [{"round": k, "effects": {UPDATE: 10.0 * k}} for k in (1, 2, 3)]
+    record = SimpleNamespace(adapter=PartRecord("head"), local=PartRecord("sgd"), merge=PartRecord("mean"))
+    (found,) = effects(SimpleNamespace(rounds=lambda: [{"round": 0}, *rounds], record=record))
+    assert (found.name, found.first, found.last) == (UPDATE, 10, 30)

@@ -233,6 +233,8 @@ def test_a_run_says_with_what_it_was_computed_and_where_that_changed(images, tmp
     monkeypatch.setattr(train, "described", lambda device: "oneDNN, AVX2, on another processor (00000000)")
     train.train(whole, Pools().load(whole), run.folder)
     assert run.done and run.record.processors == {"server": [here, "oneDNN, AVX2, on another processor (00000000)"]}
+    run.computed_by({"server": here})
+    assert run.record.processors["server"][2:] == [here]
     told = "server computes with oneDNN, AVX2, on another processor (00000000) from here on"
     assert told in (run.folder / "log.txt").read_text() and told in capsys.readouterr().err
 

@@ -5,8 +5,8 @@ cosine of the patches nearest to it: k = 5 patches for the first prompt, 2k for 
 through a learned linear map, which starts as the identity.
 logits = scale · (mean of the global + mean of the local similarities)/2.
 loss = cross-entropy of the mean over the global prompts kept for an image + Σ cross-entropy of each local prompt.
-Prompt dropout: per image n − ⌊0.75 n⌋ global prompts are kept, at least one. They are drawn from the step and the
-image's place in the batch alone, so that a step depends only on its inputs; the images are shuffled anew every round.
+Prompt dropout: per image n − ⌊0.75 n⌋ global prompts are kept, at least one. They are drawn from seed,
+round, step and the image's place in the batch, the same for all clients.
 
 Shared: the global prompts. Private, as in the public FedGalLoP: the local prompts and the map; private=[] shares them
 too (the recipe fedgallop-all-shared). For a newcomer, who has none, the global prompts take the place of the local
@@ -110,9 +110,8 @@ class Gallop(Prompt):
 
     def prompt_weights(self, batch: Batch) -> Tensor:
         """Prompt dropout: the weight of each global prompt per image, [examples, prompts]: 1/(prompts kept), or 0."""
-        ranks = (
-            torch.rand(batch.y.shape[1], self.global_prompts, generator=generator(61, batch.step)).argsort(1).argsort(1)
-        )
+        draw = generator(*batch.drawn, 61, batch.step)
+        ranks = torch.rand(batch.y.shape[1], self.global_prompts, generator=draw).argsort(1).argsort(1)
         kept = max(1, self.global_prompts - int(self.drop * self.global_prompts))
         return (ranks < kept) / kept
 

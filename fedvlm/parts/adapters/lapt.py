@@ -3,8 +3,8 @@
 The distribution-aware prompts are v₁ … vₙ NAME for the C classes and w₁ … wₙ NOUN for U negative labels, which are
 nouns far from every class (data/nouns.py); specific=true gives each name its own context. p is a softmax over C + U.
 loss = −log p(y) of the image + −log p(y) of a cross-modal mixture: λ · image + (1 − λ) · text of its class's name,
-normalised, with one λ ~ U(0, ½) per step. Detection (NegLabel's score, in place of MCM): Σ_c p(c) over the classes, as
-log odds, which do not saturate.
+normalised, with one λ ~ U(0, ½) per round and step, the same for all clients. Detection (NegLabel's score, in place of
+MCM): Σ_c p(c) over the classes, as log odds, which do not saturate.
 
 The paper trains on images that are generated or retrieved for every name. A client only has images of its classes, so
 two parts are left out: images of negative labels (their context is trained only by the denominator of p) and mixing
@@ -54,7 +54,7 @@ class Lapt(Prompt):
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [clients, examples, 2, C + U]: of the images and of the mixtures."""
         text, x = self.prompts(task, params), batch.x
-        share = float(torch.rand((), generator=generator(73, batch.step), dtype=torch.float64)) / 2  # λ
+        share = float(torch.rand((), generator=generator(*batch.drawn, 73, batch.step), dtype=torch.float64)) / 2  # λ
         mixed = F.normalize(share * x + (1 - share) * task.names().to(x)[batch.y], dim=-1)
         logits = task.scale * torch.einsum("knsd,kcd->knsc", torch.stack([x, mixed], 2), text)
         return logits, text[:, : len(task.classes)]

@@ -4,8 +4,8 @@ With K prompts, their mean class features w̄_c and covariances Σ of (w_1, …,
 expected cross-entropy over w ~ N(w̄, Σ):
 −log [e^{s h·w̄_y} / Σ_c e^{s h·w̄_c + s²/2 hᵀA_cy h}] with A_cy the covariance of w_c − w_y and s the scale, so that
 s² hᵀA_cy h is the variance over prompts of the difference of two logits. Each step has `sampled` of the K prompts, drawn
-from the step; logits of the trained model = s h·w̄, with all prompts. K = 32, sampled = 4, all shared.
-The paper's term against equal prompts is local=orthogonal, which also has other draws in every round.
+from seed, round and step; logits of the trained model = s h·w̄, with all prompts. K = 32, sampled = 4, all shared.
+The paper's term against equal prompts is local=orthogonal.
 
 Our reading: names at the end of all prompts (there a third each at the start, in the middle and at the end).
 """
@@ -53,7 +53,7 @@ class Proda(Prompt):
 
     def logits_and_aligned(self, task: Task, params: Params, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [clients, examples, prompts, classes] of the prompts of this step."""
-        order = torch.randperm(self.global_prompts, generator=generator(83, batch.step))
+        order = torch.randperm(self.global_prompts, generator=generator(*batch.drawn, 83, batch.step))
         text = encode_contexts(self, task, params["context"][:, order[: self.sampled]])
         return task.scale * torch.einsum("knd,kmcd->knmc", batch.x, text), text.mean(1)
 

@@ -21,8 +21,6 @@ from fedvlm.core.ranges import NotNegative
 from fedvlm.core.state import Message, Params
 from fedvlm.parts.local.means import Means
 
-ROUND = 1 << 20  # steps by which the draws of a round are apart: more than a round has
-
 
 @runtime_checkable
 class HasNamelessPrompts(Protocol):
@@ -55,7 +53,7 @@ class Orthogonal(Local):
         def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
             if batch.step == 0:
                 means.add(overlap=overlap(model, now))
-            return plain(now, batch._replace(step=batch.step + data.round * ROUND))
+            return plain(now, batch)
 
         return {"loss": optimise(self, params, data, gradients), **means.found("overlap")}
 
