@@ -62,7 +62,7 @@ class FrozenLayer:
             each, read = [x[self.read] for x in each], [self.query(n[self.read]) for n in normed]
             both = [self.key_value(n) for n in normed]
             heads = [self._heads(q) + self._heads(kv) for q, kv in zip(read, both, strict=True)]
-        mixed = [F.scaled_dot_product_attention(*parts, is_causal=self.causal) for parts in heads]
+        mixed = [F.scaled_dot_product_attention(q, k, v, is_causal=self.causal) for q, k, v in heads]
         each = [x + self.out(m[0].transpose(0, 1).flatten(1)) for x, m in zip(each, mixed, strict=True)]
         inner = [self.activation(self.fc1(self._norm(x, self.norm2))) for x in each]
         return [x + self.fc2(h) for x, h in zip(each, inner, strict=True)]

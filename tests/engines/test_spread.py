@@ -80,7 +80,7 @@ def test_without_a_chunk_all_workers_have_something_to_do(images, tmp_path, thre
     alone = played("fedclip", tmp_path / "1", images, rounds=3)
     shared = played("fedclip", tmp_path / "2", images, rounds=3, workers=2)
     for name, value in alone.load()[0].shared.items():
-        torch.testing.assert_close(shared.load()[0].shared[name], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(shared.load()[0].shared[name], value, rtol=1e-5, atol=1e-4)  # float32, three rounds
     engine = opened(tmp_path / "3", images, workers=3)
     assert [len(c) for c in engine.chunks(np.arange(7))] == [2, 2, 2, 1]
     assert engine.chunks(np.arange(0)) == []

@@ -22,9 +22,11 @@ from fedvlm.core import seeds
 from fedvlm.data.partition import iid
 from fedvlm.data.pool import Pools
 from fedvlm.privacy import noise
-from fedvlm.privacy.secure import keys as secure_keys
 from fedvlm.training import train
 from fedvlm.training.sampling import sampled
+
+pytest.importorskip("cryptography")
+secure_keys = importlib.import_module("fedvlm.privacy.secure.keys")
 
 Drawn = Counter[tuple[object, ...]]
 COHORT = 31  # the purpose of the draw that says which clients a round asks
