@@ -82,7 +82,7 @@ def runs(*paths: str | Path, trust: bool = False) -> Runs:
     """The runs in or below these folders; `trust`: see `Run`."""
     from fedvlm.training.folder import find
 
-    return Runs([Run(found, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
+    return Runs([Run(found.folder, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
 
 
 def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Predictor:
@@ -104,8 +104,7 @@ class Run:
     def __init__(self, folder: RunFolder | str | Path, trust: bool = False):
         from fedvlm.training.folder import RunFolder
 
-        self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
-        self.trusted = trust
+        self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder), trust)
 
     @property
     def folder(self) -> Path:
@@ -134,7 +133,7 @@ class Run:
         """The shared model or, with `client`, that client's own, ready to predict."""
         from fedvlm.predict.predictor import from_run
 
-        return from_run(self.files, client, encoder(backbone), self.trusted)
+        return from_run(self.files, client, encoder(backbone))
 
     def predict(self, images: Picture | Sequence[Picture], client: str = "") -> list[tuple[str, float]]:
         """(class, probability) for each image or path; a single one gives a list of one."""
@@ -167,7 +166,7 @@ class Run:
         from fedvlm.predict.export.folder import Extras, export
 
         extras = Extras(with_backbone, onnx)
-        return export(self.files, Path(folder), client, encoder(backbone), self.trusted, extras)
+        return export(self.files, Path(folder), client, encoder(backbone), extras)
 
     def evaluate(
         self, outsiders: Sequence[str] = (), corrupt: Sequence[str] = (), data: Sequence[str] = ()
@@ -253,8 +252,7 @@ class Runs(Sequence[Run]):
         which are private data. tsne: of the details, image features by t-SNE too (needs scikit-learn)."""
         from fedvlm.report.page import Options, page
 
-        trusted = all(r.trusted for r in self)
-        page(self.files, Path(path), Options(details=details, images=images, tsne=tsne, trusted=trusted))
+        page(self.files, Path(path), Options(details=details, images=images, tsne=tsne))
         return Path(path)
 
     def __repr__(self) -> str:
@@ -466,7 +464,7 @@ def resume(found: Sequence[Run]) -> Runs:
     pools = new_pools()
     waiting = [r for r in found if not r.done]
     for one in waiting:
-        setup = one.files.setup(one.trusted)
+        setup = one.files.setup()
         if setup.config.federation:
             federated(setup, one.folder)
             continue
@@ -484,7 +482,7 @@ def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequen
     from fedvlm.predict import finished, questions
     from fedvlm.system import console
 
-    setup = run.files.setup(run.trusted)
+    setup = run.files.setup()
     given = zip(finished.QUESTIONS, (outsiders, corrupt, data), strict=True)
     asked = [(kind, what) for kind, each in given for what in listed(each)]
     if not asked:

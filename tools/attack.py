@@ -87,10 +87,10 @@ class Leak(NamedTuple):
     sent: float  # embeddings per client
 
 
-def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False, trusted: bool = False) -> list[Row]:
+def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False) -> list[Row]:
     """A row with the utility and leakage of the run; with `what_if` also the leakage under each of PROTECTIONS, had it
-    been used in the last round only. `trusted`: see trust.py."""
-    record, setup = run.record, run.setup(trusted)
+    been used in the last round only."""
+    record, setup = run.record, run.setup()
     if not isinstance(setup.merge, TextServer):
         raise FedvlmError(f"{run.folder.name}: {why_not(setup.merge.reveals)}")
     saved = run.load()
@@ -218,7 +218,7 @@ def percent(value: float | str | None) -> float | None:
 
 def show(args: argparse.Namespace) -> None:
     """Attack the runs whose clients send embeddings, and print the table."""
-    found = api.runs(*args.runs).files
+    found = api.runs(*args.runs, trust=args.trust).files
     silent = [r for r in found if not r.record.reveals]
     if len(silent) == len(found):
         raise FedvlmError(f"{found[0].folder.name}: {why_not('')}")
@@ -227,7 +227,7 @@ def show(args: argparse.Namespace) -> None:
     pools = Pools()
     rows = []
     for run in (r for r in found if r not in silent):
-        rows += attack(run, api.encode(run.setup(args.trust), pools), args.what_if, args.trust)
+        rows += attack(run, api.encode(run.setup(), pools), args.what_if)
     console.show(table(rows))
     if args.csv:
         columns = list(dict.fromkeys(k for row in rows for k in row))

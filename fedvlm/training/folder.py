@@ -66,8 +66,10 @@ def folder_name(setup: Setup, pool: Pool) -> str:
 
 
 class RunFolder:
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, trusted: bool = False):
+        """`trusted`: whether it may do what a folder from others would do here (trust.py)."""
+        self.folder, self.trusted = folder, trusted
+        self._known: tuple[files.Stamp, RunRecord] | None = None  # run.json as it was last read or written here
         self.next_sync = 0.0  # time.monotonic() from which `save` waits for the disk again
 
     @classmethod
@@ -99,7 +101,10 @@ class RunFolder:
     def record(self) -> RunRecord:
         path = self.folder / "run.json"
         try:
-            return RunRecord.from_json(read_text(path))
+            stamp = files.stamp(path)  # another process may have written it since
+            if self._known is None or self._known[0] != stamp:
+                self._known = stamp, RunRecord.from_json(read_text(path))
+            return self._known[1]
         except FileNotFoundError:
             raise FedvlmError(f"{self.folder} is not a run: it holds no run.json") from None
         except (OSError, ValueError) as error:
@@ -107,9 +112,9 @@ class RunFolder:
                 f"{path} is damaged or of another version ({error}); start the run anew elsewhere"
             ) from error
 
-    def setup(self, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
+    def setup(self, uses: Collection[str] = ()) -> Setup:
         """What was decided, from this folder alone; an error where it would do what the user did not allow (trust.py)."""
-        return trust.admitted(Setup.from_record(self.record, self.folder), self.folder, trusted, uses)
+        return trust.admitted(Setup.from_record(self.record, self.folder), self.folder, self.trusted, uses)
 
     @property
     def name(self) -> str:
@@ -229,7 +234,7 @@ class RunFolder:
 
     def finish(self, result: Result) -> None:
         self._sync(STATE, "outputs.safetensors")
-        self.write("run.json", replace(self.record, result=result).to_json().encode(), sync=True)
+        self._write_record(replace(self.record, result=result))
 
     def _sync(self, *more: str) -> None:
         """What a state needs is on the disk before the state is."""
@@ -256,7 +261,11 @@ class RunFolder:
             console.warn(f"{self.folder}: {text}")
             self.log(text)
         added = {who: [*known.get(who, []), what] for who, what in changed.items()}
-        self.write("run.json", replace(record, processors=known | added).to_json().encode(), sync=True)
+        self._write_record(replace(record, processors=known | added))
+
+    def _write_record(self, record: RunRecord) -> None:
+        self.write("run.json", record.to_json().encode(), sync=True)
+        self._known = files.stamp(self.folder / "run.json"), record
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError), (self.folder / "log.txt").open("a", encoding="utf-8") as out:

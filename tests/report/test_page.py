@@ -334,7 +334,7 @@ def pictured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
             Image.new("RGB", (300, 200), (20 * k, 0, 0)).save(path)
     run = write(tmp_path / "runs", "fedavg", "art")
     setup = resolve("fedavg", {"data": str(data), "unseen": "art", "rounds": "3"})
-    monkeypatch.setattr(RunFolder, "setup", lambda self, trusted=False, uses=(): setup)
+    monkeypatch.setattr(RunFolder, "setup", lambda self, uses=(): setup)
     label = np.array(labels, int)
     logits = np.eye(2)[label] * np.linspace(0, 3, 36)[:, None]
     where = {"client": np.repeat(np.arange(3), 12), "label": label, "item": np.arange(36)}
