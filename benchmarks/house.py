@@ -35,6 +35,7 @@ ONCE = {  # what prepares a run: functions whose calls are counted
     ("config/config.py", "resolve"): "calls of resolve",
     ("backbones/__init__.py", "load"): "loads of the backbone",
     ("data/clients.py", "federate"): "calls of federate",
+    ("data/clients.py", "shared_out"): "calls of federate",
     ("rounds/method.py", "Method.build"): "calls of Method.build",
     ("core/records.py", "RunRecord.from_json"): "parses of run.json",
 }

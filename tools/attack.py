@@ -48,8 +48,8 @@ from fedvlm.report.tables import backbone_id, format_value, plus_minus
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.table import Table, Value
-from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.saved import check_state
 
 Row = dict[str, Value]  # one row of the table: the run, the protection, utility and leakage as fractions
@@ -99,7 +99,9 @@ def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False) -> l
     pool = pool or Pools().load(setup)
     if (pool.fingerprint, pool.backbone) != (record.data.fingerprint, backbone_id(record)):
         raise FedvlmError(f"{run.folder.name}: data={setup.config.data} or the backbone is not what it was trained on")
-    (state, round), (method, federation) = saved, train.prepare(setup, pool)
+    state, round = saved
+    planned = PlannedRun(setup, pool)
+    method, federation = planned.method, planned.federation
     check_state(state, method, run.folder / "state.safetensors")
     method = method.for_message(state.message())
     data, names, own = replace(federation.data, round=round), list(federation.names), setup.merge
@@ -227,7 +229,7 @@ def show(args: argparse.Namespace) -> None:
     pools = Pools()
     rows = []
     for run in (r for r in found if r not in silent):
-        rows += attack(run, api.encode(run.setup(), pools), args.what_if)
+        rows += attack(run, pools.encode(run.setup()), args.what_if)
     console.show(table(rows))
     if args.csv:
         columns = list(dict.fromkeys(k for row in rows for k in row))

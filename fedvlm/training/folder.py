@@ -34,14 +34,13 @@ from fedvlm.core import client_names
 from fedvlm.core.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord, read_text
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console, files
-from fedvlm.system.names import file_name, printable
+from fedvlm.system.names import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedvlm.core.state import State
-    from fedvlm.data.clients import Federation
-    from fedvlm.data.pool import Pool
+    from fedvlm.training.planned_run import PlannedRun
 
 STATE = "state.safetensors"
 SWEEP = "sweep"  # the folder of the runs that a sweep tried (sweep.py)
@@ -52,19 +51,6 @@ SERVER = "server"  # what the process that plays the rounds is called in a recor
 ADVICE = "finished rounds are kept: free some space or get write permission there, then `fedvlm resume` the run"
 
 
-def identity(setup: Setup, pool: Pool) -> str:
-    """Two runs with the same identity would give the same numbers."""
-    decided = setup.binding()
-    decided |= {"data": pool.fingerprint, "backbone": pool.backbone, "version": fedvlm.__version__}
-    return hashlib.blake2b(json.dumps(decided, sort_keys=True).encode(), digest_size=4).hexdigest()
-
-
-def folder_name(setup: Setup, pool: Pool) -> str:
-    unseen = "+".join(setup.config.unseen) or "all"
-    method = f"{setup.method.name}-{setup.method.on}" if setup.method.on else setup.method.name
-    return file_name(f"{method}-{pool.source.name}-{unseen}-s{setup.config.seed}-{identity(setup, pool)}")
-
-
 class RunFolder:
     def __init__(self, folder: Path, trusted: bool = False):
         """`trusted`: whether it may do what a folder from others would do here (trust.py)."""
@@ -73,13 +59,14 @@ class RunFolder:
         self.next_sync = 0.0  # time.monotonic() from which `save` waits for the disk again
 
     @classmethod
-    def start(cls, folder: Path, setup: Setup, pool: Pool, federation: Federation) -> RunFolder:
+    def start(cls, planned: PlannedRun) -> RunFolder:
         """A new folder, or the one that already holds this very run."""
-        run, mark = cls(folder), identity(setup, pool)
+        folder, setup = planned.folder, planned.setup
+        run = cls(folder)
         if (folder / "run.json").exists():
             found = run.record
-            if found.identity != mark:
-                raise FedvlmError(f"{folder} holds another run ({differs(found, setup, pool)}); choose another out=")
+            if found.identity != planned.identity:
+                raise FedvlmError(f"{folder} holds another run ({differs(found, planned)}); choose another out=")
             if found.result is None:
                 run.load()  # damage is told before anything is written
             return run
@@ -93,7 +80,7 @@ class RunFolder:
             for path in folder.glob("code/**/*.py"):
                 files.sync(path)
             trust.remember(setup)
-            files.write(folder / "run.json", describe(setup, pool, federation, mark).to_json(), sync=True, advice=anew)
+            files.write(folder / "run.json", describe(planned).to_json(), sync=True, advice=anew)
             files.sync_folder(folder.parent)
         return run
 
@@ -272,15 +259,16 @@ class RunFolder:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
 
 
-def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
+def describe(planned: PlannedRun) -> RunRecord:
     from fedvlm.backbones.arithmetic import described
     from fedvlm.core.data import SPLITS
     from fedvlm.engines.base import device_of
 
+    setup, pool, federation = planned.setup, planned.pool, planned.federation
     name, _, fingerprint = pool.backbone.rpartition("@")
     task, source, home = pool.task, pool.source, setup.parts
     return RunRecord(
-        identity=mark,
+        identity=planned.identity,
         method=setup.method,
         adapter=home["adapter"],
         local=home["local"],
@@ -333,15 +321,16 @@ def _commit() -> str:
     return ""
 
 
-def differs(found: RunRecord, setup: Setup, pool: Pool) -> str:
+def differs(found: RunRecord, planned: PlannedRun) -> str:
     """What a run that is in the way has different, in words."""
+    setup = planned.setup
     old, new = binding(found.config), binding(setup.settings())
     keys = [k for k in old | new if old.get(k) != new.get(k)]
     for axis in ("adapter", "local", "merge"):
         theirs, ours = getattr(found, axis), setup.parts[axis]
         keys += [axis] if (theirs.name, theirs.settings) != (ours.name, ours.settings) else []
     keys += ["the code of your own parts"] if not keys and setup.codes else []
-    keys += ["the images"] if found.data.fingerprint != pool.fingerprint else []
+    keys += ["the images"] if found.data.fingerprint != planned.pool.fingerprint else []
     return "it differs in " + ", ".join(keys) if keys else "another version of fedvlm made it"
 
 

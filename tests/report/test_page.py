@@ -30,6 +30,7 @@ from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import Options, code, html
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
 
 EVIL = '<img src=x onerror="alert(1)">'
@@ -368,7 +369,7 @@ def test_outsiders_are_drawn_as_the_run_scored_them(images: Path, tmp_path: Path
     given = {"data": str(images), "outsiders": str(tmp_path / "others"), "rounds": "0", "unseen": "noto"}
     setup = resolve("zero-shot", given)
     pools = Pools()
-    run = train(setup, pools.load(setup), tmp_path / "run")
+    run = train(PlannedRun(setup, pools.load(setup), tmp_path / "run"))
     said = answers(run)
     assert said is not None
     model = Finished.of(run, setup, pools.load(setup))

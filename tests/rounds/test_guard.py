@@ -31,6 +31,7 @@ from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 ABLE = np.array([0, 1, 2, 3, 4])
 NAMES = tuple("abcdef")
@@ -262,8 +263,8 @@ def test_a_resumed_run_does_not_ask_who_is_in_quarantine(images, tmp_path, monke
     whole = train_small(images, tmp_path / "whole", "fedavg", **keys)
     setup = small_setup(images, "fedavg", **keys)
     with pytest.raises(KeyboardInterrupt):
-        train.train(setup, Pools().load(setup), tmp_path / "parts", stop)
-    again = train.train(setup, Pools().load(setup), tmp_path / "parts")
+        train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "parts"), stop)
+    again = train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "parts"))
     assert [len(r.get("quarantined", [])) for r in whole.rounds()] == [0, 0, 0, 1, 1, 1]
     assert scores(again) == scores(whole)
 
