@@ -46,7 +46,8 @@ from fedvlm.errors import VoidRound
 from fedvlm.evaluation.views import evaluate
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
-from fedvlm.training.train import prepare, usable
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.train import usable
 
 CLIENTS = 10
 MARGIN, BACKDOOR_MARGIN = 2.0, 10.0  # points
@@ -401,7 +402,8 @@ def run_cell(cell: Cell) -> Found:
     warnings.simplefilter("ignore")  # overflows are what is measured here
     case, found = MERGES[cell.merge], Found(*cell)
     setup = setup_for(case, cell.seed)
-    method, federation = prepare(setup, POOLS.load(setup))
+    planned = PlannedRun(setup, POOLS.load(setup))
+    method, federation = planned.method, planned.federation
     try:
         play(method, federation, BY_NAME[cell.attack], cell.guarded, case.rounds, found)
     except Exception as error:  # without the guard a reply may break anything

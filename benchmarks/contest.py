@@ -49,7 +49,8 @@ from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.machine import cores
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.train import account, prepare, sample
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.train import account, sample
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from cifar10 import CLASSES, images
@@ -151,8 +152,9 @@ def pool_of(x: np.ndarray, y: np.ndarray) -> Pool:
 def play(setup: Setup, pool: Pool, work: Path) -> Found:
     """The rounds of `fedvlm run`, with their records, and in place of its evaluation that of the test images alone."""
     torch.set_num_threads(setup.config.threads)
-    method, federation = prepare(setup, pool)
-    run = RunFolder.start(work / "run", setup, pool, federation)
+    planned = PlannedRun(setup, pool, work / "run")
+    method, federation = planned.method, planned.federation
+    run = RunFolder.start(planned)
     data = replace(federation.data, rounds=setup.config.rounds)
     declared = np.diff(data.bounds, axis=1)
     guard = Guard(method, federation.names, declared, data.extras, setup.config.bound, run.log)
@@ -162,7 +164,7 @@ def play(setup: Setup, pool: Pool, work: Path) -> Found:
     spent, accuracy, began = [], 0.0, time.perf_counter()
     for round in range(1, setup.config.rounds + 1):
         marks = time.perf_counter(), time.process_time()
-        cohort = sample(setup, federation, engine, guard, round)
+        cohort = sample(setup.config, federation, engine, guard, round)
         state = method.round(state, cohort)
         run.append({"round": round, "seconds": 0.0} | account(cohort, federation) | guard.end_round(round))
         run.save(state, round)
@@ -187,7 +189,8 @@ def on_test(method: Method, data: Data, shared: Params, device: str) -> float:
 
 def play_flower(python: str, setup: Setup, pool: Pool, work: Path, evaluate: int) -> Found:
     """In a process of its own, on the same partition and initial values."""
-    method, federation = prepare(setup, pool)
+    planned = PlannedRun(setup, pool)
+    method, federation = planned.method, planned.federation
     data = federation.data
     np.save(work / "x.npy", data.x.numpy())
     np.save(work / "y.npy", data.y.numpy())

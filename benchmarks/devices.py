@@ -37,6 +37,7 @@ from fedvlm.system import console
 from fedvlm.towers import products
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 PARTS = ("tower", "runs", "workers", "retina", "text")
 SITES = {"chasedb1": 28, "drive": 40}  # images of the real sites
@@ -65,7 +66,7 @@ def main() -> None:
 
 def played(home: Path, name: str, method: str, **given: object) -> RunFolder:
     setup = resolve(method, given)
-    return train.train(setup, Pools().load(setup), home / "runs" / name)
+    return train.train(PlannedRun(setup, Pools().load(setup), home / "runs" / name))
 
 
 def round_seconds(run: RunFolder) -> float:
@@ -78,7 +79,8 @@ def tower(home: Path, args: argparse.Namespace) -> None:
     few: dict[str, object] = {"classes": "bird,bug", "domains": 2} if args.small else {}
     given = {"on": "tower", "backbone": str(write_clip(home / "clip", args.small))} | few
     setup = resolve("fedavg", given)
-    method, federation = train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     counts = np.diff(federation.data.bounds, axis=1).sum(0)
     trained, everything = int(counts[0]), int(counts.sum())
     # torch's counter does not know oneDNN's operator

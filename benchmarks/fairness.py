@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from study import last_rounds, mean_std, megabytes_per_round, results, run_each, seed_scores, standard_error
 
-from fedvlm import api
 from fedvlm.config.config import Setup, resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import Gaps, Replies
@@ -31,8 +30,8 @@ from fedvlm.core.state import Message
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.system import console
-from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.planning import single_runs
 
 MERGES, LOCALS = ("mean", "ga", "faa"), ("sgd", "prox", "ditto", "perfedavg", "bgp", "bgp-same")
@@ -53,7 +52,7 @@ def main() -> None:
         sys.exit(f"{args.data}: no such folder; give --data a folder with PACS as domain/class/image")
     pools = Pools()
     setups = {(merge, local): setup_for(args, merge, local) for merge, local in product(MERGES, LOCALS)}
-    api.encode(setups["mean", "sgd"], pools)
+    pools.encode(setups["mean", "sgd"])
     began = time.perf_counter()
     found = run_each(setups, 0, pools)
     used = sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -137,7 +136,8 @@ def print_linearity(args: argparse.Namespace, pools: Pools, rounds: int = 5) -> 
     setup = setup_for(args, "ga", "sgd").with_(seeds=(), seed=50)
     pool = pools.load(setup)
     for one in single_runs(setup, pool):
-        method, federation = train.prepare(one, pool)
+        planned = PlannedRun(one, pool)
+        method, federation = planned.method, planned.federation
         engine, state = Stacked(method, federation.data), method.init(len(federation.names))
         with torch.enable_grad():
             for round in range(1, rounds + 1):

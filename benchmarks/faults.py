@@ -148,7 +148,8 @@ def malformed_messages(part: tuple[int, int]) -> Counter[str]:
         frame = malformed.reply(seed, guard.schema("train"), message.shared, int(declared[1, 0]))
         try:
             _, parts = wire.unpack(frame)
-            accepted = list(guard.accepted(iter([wire.to_reply(1, parts)]), "train", message, 1))
+            inspection = guard.inspect("train", message, 1)
+            accepted = [*inspection.passed(wire.to_reply(1, parts)), *inspection.rest()]
             harmless = all(v.isfinite().all() for r in accepted for v in (*r.values.values(), *r.shared.values()))
             ends["accepted and harmless" if accepted and harmless else "lost" if accepted else "refused by range"] += 1
         except BadMessage:

@@ -2,7 +2,8 @@
 
 Static figures are read from the sources. The way of a run is traced: `fedvlm run fedot rounds=1` with an empty feature
 store. Its hops are the distinct pairs of a function of one file that calls a function of another, calls at import time left
-out; its frames are those of fedvlm that lie between `main` and the first call of `optimise`.
+out; its frames are those of fedvlm on the stack at the first call of `optimise`, from the command line's `main` on, both
+counted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ FRAGMENTS = (
     *("After", "As", "At", "Before", "By", "For", "From", "In", "Of", "On", "Over"),
     *("So", "To", "Under", "Until", "Where", "With", "Within", "Without"),
 )
+ONCE = {  # what prepares a run: functions whose calls are counted
+    ("config/config.py", "resolve"): "calls of resolve",
+    ("backbones/__init__.py", "load"): "loads of the backbone",
+    ("data/clients.py", "federate"): "calls of federate",
+    ("data/clients.py", "shared_out"): "calls of federate",
+    ("rounds/method.py", "Method.build"): "calls of Method.build",
+    ("core/records.py", "RunRecord.from_json"): "parses of run.json",
+}
+HANDED_ON = ("setup", "pools", "trusted")  # parameters that say that a function hands something on
 LIST_OF_KEYS = 3  # names of keys from which on a tuple, list or set of them counts as a list kept by hand
 
 
@@ -50,6 +60,9 @@ def figures(tree: Path) -> dict[str, str]:
         "pairs of rooms that import upwards": str(upward(tree, imports(tree, parsed))),
         "lists of keys kept by hand": str(sum(lists_of_keys(parsed))),
         "public names defined in several modules": shared_names(parsed),
+        f"functions with a parameter {', '.join(HANDED_ON)}": ", ".join(
+            str(takers(parsed, name)) for name in HANDED_ON
+        ),
         "lines of a file: median, 95th percentile": f"{median(lengths):.0f}, {quantiles(lengths, n=20)[-1]:.0f}",
         "docstrings that continue their name": str(sum(fragments(t) for t in parsed.values())),
         "words of docs/": f"{sum(len(p.read_text('utf-8').split()) for p in pages):,}",
@@ -139,6 +152,12 @@ def shared_names(parsed: dict[Path, ast.Module]) -> str:
     return f"{twice} of {len(counts):,} ({twice / len(counts):.1%})"
 
 
+def takers(parsed: dict[Path, ast.Module], name: str) -> int:
+    """How many functions have a parameter of this name."""
+    every = (n for t in parsed.values() for n in ast.walk(t) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return sum(name in {a.arg for a in (*n.args.args, *n.args.kwonlyargs)} for n in every)
+
+
 def fragments(tree: ast.Module) -> int:
     """Docstrings that go on from the name (tests/project/test_docstrings.py has the rule)."""
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
@@ -152,17 +171,19 @@ def traced(words: list[str]) -> dict[str, str]:
 
     home = str(Path(fedvlm.__file__).parent)
     edges: set[tuple[tuple[str, str], tuple[str, str]]] = set()
-    frames: list[int] = []
+    way: list[tuple[str, str]] = []
+    calls = dict.fromkeys(ONCE.values(), 0)
 
     def record(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not is_function(frame, home):
             return
+        if (name := ONCE.get((place(frame)[0], frame.f_code.co_qualname))) is not None:
+            calls[name] += 1
         callers = list(callers_of(frame, home))
         if callers:
             edges.add((place(callers[0]), place(frame)))
-        if not frames and place(frame)[1] == "optimise":
-            names = [place(f) for f in callers]
-            frames.append(next(k for k, (file, name) in enumerate(names, 1) if name == "main" and "cli" in file))
+        if not way and place(frame)[1] == "optimise":
+            way.extend(place(f) for f in (frame, *all_callers(frame, home)))
 
     sys.setprofile(record)
     try:
@@ -172,7 +193,21 @@ def traced(words: list[str]) -> dict[str, str]:
         sys.setprofile(None)
     files = {file for edge in edges for file, _ in edge}
     hops = sum(a[0] != b[0] for a, b in edges)
-    return {"run fedot: files, hops": f"{len(files)}, {hops}", "frames to the first step": str(frames[0])}
+    print("\n".join(f"{file}: {name}" for file, name in reversed(way)), file=sys.stderr)
+    return {
+        "run fedot: files, hops": f"{len(files)}, {hops}",
+        "frames to the first step": str(1 + way.index(("cli/__init__.py", "main"))),
+        **{name: str(n) for name, n in calls.items()},
+    }
+
+
+def all_callers(frame: FrameType, home: str) -> Iterator[FrameType]:
+    """Every frame of the package below this one, those of generators and comprehensions counted."""
+    caller = frame.f_back
+    while caller is not None:
+        if caller.f_code.co_filename.startswith(home):
+            yield caller
+        caller = caller.f_back
 
 
 def callers_of(frame: FrameType, home: str) -> Iterator[FrameType]:

@@ -26,7 +26,7 @@ from fedvlm.core.state import Params, Reply
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.rounds.guard import Guard, Measured
-from fedvlm.training.train import prepare
+from fedvlm.training.planned_run import PlannedRun
 
 BEGIN, END = "<!-- lengths -->", "<!-- /lengths -->"
 ROUNDS = {"fedavg": 30, "fedclip": 30, "fft-gp": 30, "fedot": 30, "scaffold": 30, "promptfl": 4}
@@ -65,7 +65,8 @@ def resized(data: Data, sizes: np.ndarray) -> Data:
 
 def longest(method_name: str, layout: dict[str, object], sizes: np.ndarray | None, pools: Pools) -> str:
     setup = resolve(method_name, {"seed": SEED, "rounds": ROUNDS[method_name], **layout})
-    method, federation = prepare(setup, pools.load(setup))
+    planned = PlannedRun(setup, pools.load(setup))
+    method, federation = planned.method, planned.federation
     data = replace(federation.data, rounds=setup.config.rounds)
     data = data if sizes is None else resized(data, sizes)
     guard = Watching(method, federation.names, np.diff(data.bounds, axis=1), data.extras, 1.0, lambda text: None)

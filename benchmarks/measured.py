@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm import api
 from fedvlm.config.config import Setup
 from fedvlm.core.detection import auroc, fpr_at
 from fedvlm.data.pool import Pools
@@ -21,6 +20,7 @@ from fedvlm.parts import ridge
 from fedvlm.parts.local.moments import CROSS, SECOND
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.planning import single_runs
 
 SHRINK = 0.1  # of the covariance within classes, in mean eigenvalues
@@ -48,7 +48,7 @@ class Measured:
 
 def cpu_seconds(pools: Pools, setup: Setup) -> dict[str, Any]:
     """Of one run in this process, less those of a run of no rounds: rows, scores and records."""
-    pool = api.encode(setup, pools)
+    pool = pools.encode(setup)
     one = single_runs(setup, pool)[0]
     spent, result = cpu_of_run(one, pool)
     idle, _ = cpu_of_run(one.with_(rounds=0), pool)
@@ -60,7 +60,7 @@ def cpu_of_run(setup: Setup, pool: Any) -> tuple[float, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         begun = time.process_time()
-        run = train.train(setup, pool, Path(folder, "run"), lambda record: None)
+        run = train.train(PlannedRun(setup, pool, Path(folder, "run")), lambda record: None)
         return time.process_time() - begun, run.record.finished
 
 
@@ -74,7 +74,7 @@ def distance_scores(pools: Pools, setup: Setup, run: RunFolder) -> dict[str, Any
     whiten = torch.linalg.cholesky(torch.linalg.inv(within))
     pool = pools.load(setup)
     one = next(s for s in single_runs(setup, pool) if s.config.seed == run.record.seed)
-    data = train.prepare(one, pool)[1].data
+    data = PlannedRun(one, pool).federation.data
 
     def nearness(x: torch.Tensor) -> torch.Tensor:
         return -torch.cdist(x.double() @ whiten, means @ whiten).amin(1)

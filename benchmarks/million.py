@@ -28,9 +28,10 @@ from safetensors.torch import save_file
 
 from fedvlm.config.config import resolve
 from fedvlm.core.records import RoundRecord
-from fedvlm.data.pool import assemble
+from fedvlm.data.pool import Pools
 from fedvlm.system import console
-from fedvlm.training.train import prepare, train_on
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.train import train
 
 EACH, DIM, CLASSES, CHUNK = 10, 32, 7, 1024
 SHARES = {"a tenth of a per cent": 0.001, "all asked": 1.0}
@@ -113,20 +114,20 @@ def probe(clients: int, share: float, work: str) -> Found:
     memory = Memory()
     memory.start()
     marks = [time.process_time()]
-    pool = assemble(setup)
-    method, federation = prepare(setup, pool)
-    marks.append(time.process_time())
     out = Path(work) / f"run-{share}"
+    planned = PlannedRun(setup, Pools().load(setup), out)
+    _ = planned.method
+    marks.append(time.process_time())
 
     def on_round(record: RoundRecord) -> None:
         marks.append(time.process_time())
 
-    train_on(setup, pool, method, federation, out, on_round)
+    train(planned, on_round)
     end = time.process_time()
     memory.stopped.set()
     memory.join()
     began, ready, zero, one, two = marks
-    x = federation.data.x
+    x = planned.federation.data.x
     return {
         "set up": ready - began,
         "score": zero - ready,  # and the run folder is made

@@ -39,7 +39,6 @@ from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_cl
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import api
 from fedvlm.config.config import Layout, resolve
 from fedvlm.core.cohort import Carrier, Cohort
 from fedvlm.core.data import Batch, Data
@@ -98,7 +97,7 @@ def rounds(args: argparse.Namespace) -> None:
     rows, pools = [], Pools()
     for name in [args.only] if args.only else cases:
         setup = resolve(name, given | cases[name])
-        pool = api.encode(setup, pools)
+        pool = pools.encode(setup)
         federation = federate(pool, layout, 50)
         method = Method.build(setup.adapter, setup.local, setup.merge, pool.task, 50)
         reference = Reference(method, federation, pool)

@@ -33,7 +33,6 @@ from study import run_each, seed_scores
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm import api
 from fedvlm.config.config import Setup, resolve
 from fedvlm.data.clients import federate
 from fedvlm.data.pool import Pools
@@ -337,7 +336,7 @@ def settings_of(run: RunFolder) -> Settings:
 def reference(method: str, setup: Setup, s: Settings, pools: Pools) -> dict[str, dict[str, float]]:
     """G, P and C by seed."""
     rows: dict[str, list[tuple[float, list[float]]]] = {}
-    for one in single_runs(setup, api.encode(setup, pools)):
+    for one in single_runs(setup, pools.encode(setup)):
         seed = one.config.seed
         rows.setdefault(str(seed), []).append(federated(method, problem_of(one, pools), s, seed))
     return {seed: summary(found) for seed, found in rows.items()}

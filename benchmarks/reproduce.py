@@ -150,19 +150,19 @@ def show_part(
         console.line(line, "bold")
     able = [p for p in planned if p.setup]
     if any(p.waiting for p in able) and not args.rehearse:
-        show_costs(run.costs(planned, pools))
+        show_costs(run.costs(planned))
     if args.dry or not able:
         for p in planned:
             if p.reason:
                 console.note(f"{p.row.title}: {p.reason}")
         return planned
     setup = able[0].setup
-    problem = run.execute(planned, setup.config.jobs if setup else 0, pools)
+    problem = run.execute(planned, setup.config.jobs if setup else 0)
     run.ask(part, planned, found)
     table = run.compared(part, planned, found)
     console.show(table)
     if part.figure:
-        run.draw(part, planned, place := picture or picture_name(part), pools)
+        run.draw(part, planned, place := picture or picture_name(part))
         console.line(f"{place}: {part.caption}")
     if args.csv:
         columns = list(table.values[0]) if table.values else table.columns

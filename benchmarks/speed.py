@@ -107,7 +107,7 @@ def encode(setup: Setup) -> Pool:
     if importlib.util.find_spec("fedvlm.api"):
         from fedvlm import api
 
-        return api.encode(setup, api.new_pools())
+        return api.new_pools().encode(setup)
     former = importlib.import_module("fedvlm.commands")
     return cast("Pool", former.encoded(setup))
 

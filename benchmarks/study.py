@@ -19,7 +19,8 @@ from fedvlm.parts import AXES
 from fedvlm.report.tables import DASH, plus_minus
 from fedvlm.system import console
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import LEAVE_ONE_OUT, Job, place, single_runs
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.planning import LEAVE_ONE_OUT, single_runs
 from fedvlm.training.processes import RunsFailed
 
 Name = TypeVar("Name", bound=Hashable)
@@ -28,17 +29,17 @@ Name = TypeVar("Name", bound=Hashable)
 def run_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> dict[Name, list[RunFolder]]:
     """The finished runs of each setup (held-out domains × seeds), so many at once; 0 is one per core.
 
-    Folders are named by `place`, not by api.plan: that would put a single run into `out` itself, where no other fits."""
+    Not by api.plan: that would put a single run into `out` itself, where no other fits."""
     jobs = jobs_of(setups, pools)
-    done = iter(api.execute([job for part in jobs.values() for job in part], at_once, pools).files)
+    done = iter(api.execute([job for part in jobs.values() for job in part], at_once).files)
     return {name: [next(done) for _ in part] for name, part in jobs.items()}
 
 
-def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[Job]]:
+def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[PlannedRun]]:
     jobs = {}
     for name, setup in setups.items():
-        pool = api.encode(setup, pools)
-        jobs[name] = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
+        pool = pools.encode(setup)
+        jobs[name] = [PlannedRun(one, pool) for one in single_runs(setup, pool)]
     return jobs
 
 
@@ -47,7 +48,7 @@ def finished_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> d
     jobs = jobs_of(setups, pools)
     once = {job.folder: job for part in jobs.values() for job in part}  # two names may stand for the same runs
     try:
-        api.execute(list(once.values()), at_once, pools)
+        api.execute(list(once.values()), at_once)
     except RunsFailed as error:
         console.note(str(error))
     found = {name: [RunFolder(job.folder) for job in part] for name, part in jobs.items()}

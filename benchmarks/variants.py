@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fedvlm import api
 from fedvlm.config.config import Setup, resolve
 from fedvlm.data.clients import federate
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.planning import LEAVE_ONE_OUT, single_runs
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def scored(variant: str, name: str, place: str, tested: Sequence[int]) -> dict[s
     """Shared and personal accuracy of a variant on images that no seed of `tested` tests; mean over seeds and targets."""
     torch.set_num_threads(1)
     setup = resolve("moments", {"data": place, "seeds": SEEDS, **DATA[name][1], **VARIANTS[variant]})
-    pool = untested(api.encode(setup, POOLS), setup, tested)
+    pool = untested(POOLS.encode(setup), setup, tested)
     found = []
     for one in single_runs(setup, pool):
         with tempfile.TemporaryDirectory() as folder:
-            last = train.train(one, pool, Path(folder, "run")).record.finished.last
+            last = train.train(PlannedRun(one, pool, Path(folder, "run"))).record.finished.last
         new = last["G"] if one.config.unseen else last["shared"]["test"]
         found.append([new, last["P"] if one.config.unseen else last["personal"]["test"]])
     shared, personal = np.array(found, dtype=float).mean(0)

@@ -20,6 +20,7 @@ from fedvlm.config.keys import Key
 from fedvlm.core.records import RoundRecord, RunRecord, Select, Value
 from fedvlm.errors import FedvlmError
 from fedvlm.system import files
+from fedvlm.system.interrupts import stoppable
 from fedvlm.system.machine import runs_home
 from fedvlm.system.timing import timed
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from fedvlm.predict.questions import Evaluation
     from fedvlm.system.table import Table
     from fedvlm.training.folder import RunFolder
-    from fedvlm.training.planning import Job
+    from fedvlm.training.planned_run import PlannedRun
 
 
 def run(method: str, **keys: object) -> Run:
@@ -43,11 +44,10 @@ def run(method: str, **keys: object) -> Run:
     setup = chosen(method, prepared(keys))
     if setup.config.federation:
         return federated(setup)
-    pools = new_pools()
-    jobs = plan([setup], pools)
-    if len(jobs) != 1:
-        raise FedvlmError(f"run: these keys stand for {len(jobs)} runs; use fedvlm.bench([{method!r}], …)")
-    return execute(jobs, setup.config.jobs, pools)[0]
+    planned = plan([setup], new_pools())
+    if len(planned) != 1:
+        raise FedvlmError(f"run: these keys stand for {len(planned)} runs; use fedvlm.bench([{method!r}], …)")
+    return execute(planned, setup.config.jobs)[0]
 
 
 def chosen(method: str, given: Mapping[str, object]) -> Setup:
@@ -82,7 +82,7 @@ def runs(*paths: str | Path, trust: bool = False) -> Runs:
     """The runs in or below these folders; `trust`: see `Run`."""
     from fedvlm.training.folder import find
 
-    return Runs([Run(found, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
+    return Runs([Run(found.folder, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
 
 
 def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Predictor:
@@ -104,8 +104,7 @@ class Run:
     def __init__(self, folder: RunFolder | str | Path, trust: bool = False):
         from fedvlm.training.folder import RunFolder
 
-        self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder))
-        self.trusted = trust
+        self.files = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder), trust)
 
     @property
     def folder(self) -> Path:
@@ -134,7 +133,7 @@ class Run:
         """The shared model or, with `client`, that client's own, ready to predict."""
         from fedvlm.predict.predictor import from_run
 
-        return from_run(self.files, client, encoder(backbone), self.trusted)
+        return from_run(self.files, client, encoder(backbone))
 
     def predict(self, images: Picture | Sequence[Picture], client: str = "") -> list[tuple[str, float]]:
         """(class, probability) for each image or path; a single one gives a list of one."""
@@ -167,7 +166,7 @@ class Run:
         from fedvlm.predict.export.folder import Extras, export
 
         extras = Extras(with_backbone, onnx)
-        return export(self.files, Path(folder), client, encoder(backbone), self.trusted, extras)
+        return export(self.files, Path(folder), client, encoder(backbone), extras)
 
     def evaluate(
         self, outsiders: Sequence[str] = (), corrupt: Sequence[str] = (), data: Sequence[str] = ()
@@ -253,8 +252,7 @@ class Runs(Sequence[Run]):
         which are private data. tsne: of the details, image features by t-SNE too (needs scikit-learn)."""
         from fedvlm.report.page import Options, page
 
-        trusted = all(r.trusted for r in self)
-        page(self.files, Path(path), Options(details=details, images=images, tsne=tsne, trusted=trusted))
+        page(self.files, Path(path), Options(details=details, images=images, tsne=tsne))
         return Path(path)
 
     def __repr__(self) -> str:
@@ -376,76 +374,40 @@ def new_pools() -> Pools:
     return Pools()
 
 
-def encode(setup: Setup, pools: Pools) -> Pool:
-    """The data as the backbone encodes it, with a progress bar."""
-    from fedvlm.system import console
+def plan(setups: list[Setup], pools: Pools) -> list[PlannedRun]:
+    """Every single run of these setups, prepared."""
+    from fedvlm.training import planning  # imports torch
 
-    known = len(pools.made)
-    with console.progress("encoding") as update:
-        pool = pools.load(setup, lambda done, total: update(done, total=total))
-    if len(pools.made) > known:
-        for name, why in list(pool.skipped.items())[:10]:
-            console.warn(f"left out: {name}: {why}")
-        if len(pool.skipped) > 10:
-            console.warn(f"left out: {len(pool.skipped) - 10} more (run.json names them all)")
-    return pool
+    return planning.plan(setups, pools)
 
 
-def plan(setups: list[Setup], pools: Pools) -> list[Job]:
-    """Every single run of these setups, with its folder; says what of private data would leave a client."""
-    from fedvlm.system import console
-    from fedvlm.training.planning import checked_outline, jobs_of
-
-    check_parts(setups)
-    for setup in setups:
-        checked_outline(setup, pools)
-    encoded = [encode(s, pools) for s in setups]
-    for setup in setups:
-        if setup.merge.reveals:
-            console.warn(f"{setup.method.label}: clients send {setup.merge.reveals}")
-    if len(setups) == 1:
-        return jobs_of(setups[0], encoded[0])
-    from fedvlm.training.planning import Job, place, single_runs
-
-    return [Job(j, place(j, p)) for s, p in zip(setups, encoded, strict=True) for j in single_runs(s, p)]
-
-
-def check_parts(setups: list[Setup]) -> None:
-    """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
-    from fedvlm.training import slurm, trackers
-
-    for setup in setups:
-        trackers.check(setup.config.log)
-        slurm.check(setup.config.launcher)
-        _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
-
-
-def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
-    """Runs them with one progress bar over all rounds."""
-    if not jobs:
+def execute(planned: Sequence[PlannedRun], at_once: int) -> Runs:
+    """Runs them with one progress bar over all rounds. Ctrl-C ends those under way, and no other starts."""
+    if not planned:
         return Runs([])
     from fedvlm.core import records
     from fedvlm.system import console
     from fedvlm.training.folder import RunFolder
     from fedvlm.training.processes import run_all
 
-    known = [j.folder for j in jobs if (j.folder / "run.json").exists() and RunFolder(j.folder).done]
+    known = [p.folder for p in planned if (p.folder / "run.json").exists() and RunFolder(p.folder).done]
     if known:
-        text = f"{known[0]} is" if len(jobs) == 1 else f"{len(known)} of {len(jobs)} runs are"
+        text = f"{known[0]} is" if len(planned) == 1 else f"{len(known)} of {len(planned)} runs are"
         console.note(f"{text} already finished and not repeated")
-    sizes = [1 + j.setup.config.rounds for j in jobs]
-    done = [0] * len(jobs)
-    title = jobs[0].setup.method.label if len(jobs) == 1 else f"{len(jobs)} runs"
-    with console.progress(title, sum(sizes)) as update:
+    sizes = [1 + p.setup.config.rounds for p in planned]
+    done = [0] * len(planned)
+    title = planned[0].setup.method.label if len(planned) == 1 else f"{len(planned)} runs"
+    with stoppable() as check, console.progress(title, sum(sizes)) as update:
 
         def report(i: int, record: RoundRecord | None, error: str) -> None:
+            check()
             done[i] = sizes[i] if record is None else record["round"] + 1
-            setup = jobs[i].setup
-            what = "" if len(jobs) == 1 else f"{setup.method.label} {'+'.join(setup.config.unseen)} "
+            setup = planned[i].setup
+            what = "" if len(planned) == 1 else f"{setup.method.label} {'+'.join(setup.config.unseen)} "
             if record is not None:
                 update(sum(done), what + records.words(record))
 
-        return Runs([Run(f) for f in run_all(jobs, at_once, pools, report)])
+        return Runs([Run(folder) for folder in run_all(planned, at_once, report)])
 
 
 def federated(setup: Setup, folder: Path | None = None) -> Run:
@@ -461,19 +423,18 @@ def federated(setup: Setup, folder: Path | None = None) -> Run:
 def resume(found: Sequence[Run]) -> Runs:
     """Continue those that are not finished, from what their folders hold."""
     from fedvlm.system import console
-    from fedvlm.training.planning import Job
+    from fedvlm.training.planned_run import PlannedRun
 
     pools = new_pools()
     waiting = [r for r in found if not r.done]
     for one in waiting:
-        setup = one.files.setup(one.trusted)
+        setup = one.files.setup()
         if setup.config.federation:
             federated(setup, one.folder)
             continue
         saved = one.files.load()
         console.note(f"{one.folder.name}: from round {saved[1] + 1 if saved else 0}")
-        check_same(one.files, setup, pools)
-        execute([Job(setup, one.folder)], 1, pools)
+        execute([PlannedRun(setup, data_of(one.files, setup, pools), one.folder)], 1)
     if not waiting:
         console.note("nothing to resume: finished")
     return Runs(found)
@@ -484,15 +445,13 @@ def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequen
     from fedvlm.predict import finished, questions
     from fedvlm.system import console
 
-    setup = run.files.setup(run.trusted)
+    setup = run.files.setup()
     given = zip(finished.QUESTIONS, (outsiders, corrupt, data), strict=True)
     asked = [(kind, what) for kind, each in given for what in listed(each)]
     if not asked:
         raise FedvlmError("evaluate: ask something, such as outsiders=FOLDER, corrupt=fog,snow or data=OTHER")
     finished.check_askable(run.files, setup, asked)
-    pools = new_pools()
-    check_same(run.files, setup, pools)
-    model = finished.Finished.of(run.files, setup, pools.load(setup))
+    model = finished.Finished.of(run.files, setup, data_of(run.files, setup, new_pools()))
     found = []
     for kind, what in asked:
         with console.progress(f"{kind}={what}") as update:
@@ -505,15 +464,17 @@ def listed(given: str | Path | Sequence[str]) -> list[str]:
     return [str(given)] if isinstance(given, str | Path) else [str(g) for g in given]
 
 
-def check_same(run: RunFolder, setup: Setup, pools: Pools) -> None:
-    """An error where the backbone or the data is no longer what a run was trained on; the backbone before it encodes."""
-    from fedvlm import backbones
+def data_of(run: RunFolder, setup: Setup, pools: Pools) -> Pool:
+    """The data of a run, or an error where they or the backbone are no longer what it was trained on; the backbone is looked
+    at before it encodes."""
     from fedvlm.predict.predictor import check_fingerprint
 
-    record = run.record
-    if record.backbone.name not in ("none", "embeddings"):  # of text and of given embeddings
-        check_fingerprint(backbones.load(setup.config.backbone), record.backbone.fingerprint, str(run.folder))
-    if encode(setup, pools).fingerprint != record.data.fingerprint:
+    record, backbone = run.record, pools.outline(setup).backbone
+    if backbone is not None:
+        check_fingerprint(backbone, record.backbone.fingerprint, str(run.folder))
+    pool = pools.encode(setup)
+    if pool.fingerprint != record.data.fingerprint:
         raise FedvlmError(
             f"{run.folder}: data={setup.config.data} is not what it was trained on; start a new run with it"
         )
+    return pool

@@ -143,9 +143,10 @@ class Trials:
         self.bytes = disk.used  # that a whole run writes
 
     def run(self, folder: Path) -> Any:
+        from fedvlm.training.planned_run import PlannedRun
         from fedvlm.training.train import train
 
-        return train(self.setup, self.pool, folder)
+        return train(PlannedRun(self.setup, self.pool, folder))
 
     def resumed(self, folder: Path, *rooms: int, dies: bool = False) -> list[str]:
         """A run that finds so much room at each attempt, then goes on with enough; what of it differs from a whole run."""

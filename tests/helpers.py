@@ -46,6 +46,7 @@ from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers, Towers
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -409,7 +410,7 @@ def small_setup(images: Path, method: str = "fedot", **keys: Any) -> Setup:
 def train_small(images: Path, folder: Path, method: str = "fedot", **keys: Any) -> RunFolder:
     """A run of three rounds on the fixture `images`."""
     setup = small_setup(images, method, **keys)
-    return train.train(setup, Pools().load(setup), folder)
+    return train.train(PlannedRun(setup, Pools().load(setup), folder))
 
 
 OTHERS = {"backbone": "pixels:8", "engine": "serial", "metrics": ("ece",), "split": (70.0, 10.0, 20.0), "seeds": (1, 2)}
@@ -479,4 +480,4 @@ FEDDTL |= {"protocol": "base-to-novel", "partition": "iid", "clients": 2}
 def train_feddtl(images: Path, folder: Path, **keys: Any) -> RunFolder:
     """A run of FedDTL through both of its stages."""
     setup = resolve("feddtl", FEDDTL | {"data": str(images)} | keys)
-    return train.train(setup, Pools().load(setup), folder)
+    return train.train(PlannedRun(setup, Pools().load(setup), folder))

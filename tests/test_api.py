@@ -14,6 +14,7 @@ from PIL import Image
 
 import fedvlm
 from fedvlm.errors import FedvlmError
+from fedvlm.training.planned_run import PlannedRun
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +188,10 @@ def test_groups_stay_in_one_split(images, tmp_path):
     groups = [f"patient-{i // 5}" for i in range(len(x))]  # five neighbours each, of one class and style
     run = fedvlm.run("zero-shot", data=fedvlm.dataset(x, labels, clients=clients, groups=groups), out=tmp_path / "run")
     from fedvlm.data.pool import Pools
-    from fedvlm.training.train import prepare
 
     setup = run.files.setup()
     pool = Pools().load(setup)
-    federation = prepare(setup, pool)[1]
+    federation = PlannedRun(setup, pool).federation
     where: dict[str, set[int]] = {}
     for bounds in federation.data.bounds:
         for split in range(3):

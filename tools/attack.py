@@ -48,8 +48,8 @@ from fedvlm.report.tables import backbone_id, format_value, plus_minus
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.table import Table, Value
-from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.saved import check_state
 
 Row = dict[str, Value]  # one row of the table: the run, the protection, utility and leakage as fractions
@@ -87,10 +87,10 @@ class Leak(NamedTuple):
     sent: float  # embeddings per client
 
 
-def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False, trusted: bool = False) -> list[Row]:
+def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False) -> list[Row]:
     """A row with the utility and leakage of the run; with `what_if` also the leakage under each of PROTECTIONS, had it
-    been used in the last round only. `trusted`: see trust.py."""
-    record, setup = run.record, run.setup(trusted)
+    been used in the last round only."""
+    record, setup = run.record, run.setup()
     if not isinstance(setup.merge, TextServer):
         raise FedvlmError(f"{run.folder.name}: {why_not(setup.merge.reveals)}")
     saved = run.load()
@@ -99,7 +99,9 @@ def attack(run: RunFolder, pool: Pool | None = None, what_if: bool = False, trus
     pool = pool or Pools().load(setup)
     if (pool.fingerprint, pool.backbone) != (record.data.fingerprint, backbone_id(record)):
         raise FedvlmError(f"{run.folder.name}: data={setup.config.data} or the backbone is not what it was trained on")
-    (state, round), (method, federation) = saved, train.prepare(setup, pool)
+    state, round = saved
+    planned = PlannedRun(setup, pool)
+    method, federation = planned.method, planned.federation
     check_state(state, method, run.folder / "state.safetensors")
     method = method.for_message(state.message())
     data, names, own = replace(federation.data, round=round), list(federation.names), setup.merge
@@ -218,7 +220,7 @@ def percent(value: float | str | None) -> float | None:
 
 def show(args: argparse.Namespace) -> None:
     """Attack the runs whose clients send embeddings, and print the table."""
-    found = api.runs(*args.runs).files
+    found = api.runs(*args.runs, trust=args.trust).files
     silent = [r for r in found if not r.record.reveals]
     if len(silent) == len(found):
         raise FedvlmError(f"{found[0].folder.name}: {why_not('')}")
@@ -227,7 +229,7 @@ def show(args: argparse.Namespace) -> None:
     pools = Pools()
     rows = []
     for run in (r for r in found if r not in silent):
-        rows += attack(run, api.encode(run.setup(args.trust), pools), args.what_if, args.trust)
+        rows += attack(run, pools.encode(run.setup()), args.what_if)
     console.show(table(rows))
     if args.csv:
         columns = list(dict.fromkeys(k for row in rows for k in row))

@@ -20,9 +20,10 @@ from fedvlm.predict import questions
 from fedvlm.report.tables import DASH, check_one_rule, fair_keys, rule, scored_on
 from fedvlm.system.formatting import counted
 from fedvlm.system.table import Table, Value
-from fedvlm.training import planning, train
+from fedvlm.training import planning
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job, place, single_runs
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.planning import single_runs
 from fedvlm.training.processes import RunsFailed
 from papers.data import Found, other_backbone
 from papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
@@ -37,11 +38,11 @@ class Planned:
 
     row: Row
     setup: Setup | None
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[PlannedRun, ...] = ()
     reason: str = ""
 
     @property
-    def waiting(self) -> list[Job]:
+    def waiting(self) -> list[PlannedRun]:
         return [j for j in self.jobs if not ((j.folder / "run.json").exists() and RunFolder(j.folder).done)]
 
     @property
@@ -82,9 +83,9 @@ def _planned(part: Part, row: Row, found: Found, given: Mapping[str, object], po
         return Planned(row, None, reason=reason)
     setup = api.chosen(row.method, keys_of(part, row, found, given))
     try:
-        pool = api.encode(setup, pools)
-        jobs = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
-        train.prepare(jobs[0].setup, pool)
+        pool = pools.encode(setup)
+        jobs = [PlannedRun(one, pool) for one in single_runs(setup, pool)]
+        _ = jobs[0].method
     except FedvlmError as error:  # this data or backbone does not suit the method; the other rows may go on
         return Planned(row, None, reason=f"cannot be run here: {error}")
     return Planned(row, setup, tuple(jobs))
@@ -111,7 +112,7 @@ def free_keys(part: Part) -> set[str]:
     return free | ({"data"} if "domains" in free else set())
 
 
-def costs(planned: list[Planned], pools: Pools) -> list[RowCost]:
+def costs(planned: list[Planned]) -> list[RowCost]:
     """What the missing runs of each row will send and take; a few batches are timed."""
     out = []
     for p in planned:
@@ -121,8 +122,7 @@ def costs(planned: list[Planned], pools: Pools) -> list[RowCost]:
         if not waiting:
             out.append(RowCost(p.row, 0, len(p.jobs), config.rounds, 0.0, 0.0))
             continue
-        one = waiting[0].setup
-        cost = planning.estimate(*train.prepare(one, pools.load(one)), one)
+        cost = planning.estimate(waiting[0])
         times = len(waiting) * config.rounds
         out.append(
             RowCost(
@@ -137,11 +137,11 @@ def costs(planned: list[Planned], pools: Pools) -> list[RowCost]:
     return out
 
 
-def execute(planned: list[Planned], at_once: int, pools: Pools) -> str:
+def execute(planned: list[Planned], at_once: int) -> str:
     """Runs what is missing; what went wrong, in words, or ""."""
     jobs = {j.folder: j for p in planned for j in p.jobs}
     try:
-        api.execute(list(jobs.values()), at_once, pools)
+        api.execute(list(jobs.values()), at_once)
     except RunsFailed as error:
         return str(error)
     return ""
@@ -157,7 +157,7 @@ def ask(part: Part, planned: list[Planned], found: Found) -> None:
             api.Run(run).evaluate(outsiders=sets, corrupt=kinds)
 
 
-def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
+def draw(part: Part, planned: list[Planned], place: str) -> None:
     """Writes the picture as a PNG file: measures by round, or the models of the first seed of each row."""
     from fedvlm.predict.finished import Finished
     from fedvlm.report import figures
@@ -171,7 +171,7 @@ def draw(part: Part, planned: list[Planned], place: str, pools: Pools) -> None:
         done = {run.folder for run in p.finished}
         jobs = [j for j in p.jobs if j.folder in done and j.setup.config.seed == p.jobs[0].setup.config.seed]
         for job in jobs:
-            model = Finished.of(RunFolder(job.folder), job.setup, pools.load(job.setup))
+            model = Finished.of(RunFolder(job.folder), job.setup, job.pool)
             held_out = f", {', '.join(job.setup.config.unseen)}" if len(jobs) > 1 else ""
             found.append(models.Named(p.row.title + held_out, model))
     if found:

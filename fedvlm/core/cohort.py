@@ -63,14 +63,23 @@ class Cohort:
             raise FedvlmError("secure=true: this merge asks for the replies of single clients; use merge=mean")
         asked, clients = self._to_ask()
         self.bytes_down += clients * message.nbytes
-        replies = self._counted(self.engine.run(step, asked, message, self.round, self.exchange))
+        inspection = self.guard.inspect(step, message, self.round) if self.guard else None
         answered = 0
-        for reply in self.guard.accepted(replies, step, message, self.round) if self.guard else replies:
-            answered += len(reply.ids)
-            for name in (k for k in reply.values if k.startswith(EFFECT)):
-                self.effects.setdefault(name.removeprefix(EFFECT), []).extend(reply.values[name].tolist())
+        for came in self.engine.run(step, asked, message, self.round, self.exchange):
+            self.bytes_up += came.nbytes
+            for reply in inspection.passed(came) if inspection else (came,):
+                answered += self._noted(reply)
+                yield reply
+        for reply in inspection.rest() if inspection else ():
+            answered += self._noted(reply)
             yield reply
         self._end_exchange(answered)
+
+    def _noted(self, reply: Reply) -> int:
+        """Keeps what the mechanisms of a reply's clients did; how many clients it is of."""
+        for name in (k for k in reply.values if k.startswith(EFFECT)):
+            self.effects.setdefault(name.removeprefix(EFFECT), []).extend(reply.values[name].tolist())
+        return len(reply.ids)
 
     def acted(self, **effects: float) -> None:
         """What a merge did in this round, by the names of its `effects`."""
@@ -120,11 +129,6 @@ class Cohort:
                 f"round {self.round}: {present} of {clients} clients can be in a sum, and secure=true needs "
                 f"{wanted.threshold} (threshold=); bring clients back and `fedvlm resume` the run"
             )
-
-    def _counted(self, replies: Iterator[Reply]) -> Iterator[Reply]:
-        for reply in replies:
-            self.bytes_up += reply.nbytes
-            yield reply
 
     def ask(self, step: str, message: Message) -> Reply:
         """All replies at once, ordered by client id; a client that failed is absent."""

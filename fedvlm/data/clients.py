@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedvlm.config.config import OPEN, POOL, POOLED, Layout
 from fedvlm.core.adapter import Task
@@ -23,6 +24,11 @@ from fedvlm.data.source import NO_DOMAIN, Item
 from fedvlm.errors import FedvlmError, nearest
 
 
+class Half(NamedTuple):
+    rows: np.ndarray  # of the pool
+    y: Tensor
+
+
 @dataclass(frozen=True)
 class Federation:
     names: tuple[str, ...]  # of the clients, position = id
@@ -32,6 +38,7 @@ class Federation:
     unseen: tuple[int, ...] = ()
     items: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # pool row → item of the source
     pooled: bool = False  # the last client holds everybody's training data, and is the only one that trains
+    halves: dict[str, Half] = field(default_factory=dict)  # test examples of base and of novel classes
 
     @property
     def scored(self) -> int:
@@ -49,6 +56,12 @@ class Federation:
 
 
 def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
+    """Clients with their examples."""
+    return with_examples(shared_out(pool, layout, seed), pool, layout)
+
+
+def shared_out(pool: Pool, layout: Layout, seed: int) -> Federation:
+    """Who has which rows of the pool; nobody has examples yet, so that an outline of the pool is enough."""
     items = pool.source.items
     novel = pool.task.novel.classes if pool.task.novel else ()
     classes = {c: k for k, c in enumerate((*pool.task.classes, *novel))}
@@ -76,23 +89,27 @@ def federate(pool: Pool, layout: Layout, seed: int) -> Federation:
     order = base[order]
     ends = np.cumsum(cells.sum(1))
     bounds = np.concatenate([(ends - cells.sum(1))[:, None], (ends - cells.sum(1))[:, None] + np.cumsum(cells, 1)], 1)
-    rows = torch.from_numpy(order)
-    answers = torch.from_numpy(y) if pool.y is None else pool.y
-    extras = {k: e._replace(x=e.x[rows]) if e.aligned else e for k, e in pool.extras.items()}
-    if pool.task.novel:
-        extras |= _base_and_novel(pool, y, part)
-    data = Data(gathered(pool.x, order), answers[rows], bounds, np.arange(len(names)), seed, extras=extras)
     for wanted in layout.unseen:
         if wanted not in names and wanted not in homes:
             raise FedvlmError(
                 f"unseen={wanted}: no such domain or client; {nearest(wanted, dict.fromkeys([*homes, *names]))}"
             )
-    federation = Federation(tuple(names), tuple(homes), data, pool.task, unseen, order)
+    data = Data(torch.zeros(len(order), 0), torch.from_numpy(y[order]), bounds, np.arange(len(names)), seed)
+    halves = _base_and_novel(pool, y, part) if pool.task.novel else {}
+    federation = Federation(tuple(names), tuple(homes), data, pool.task, unseen, order, halves=halves)
     if not len(federation.seen):
         raise FedvlmError("nobody is left to train: every client is held out or has no training image")
-    federation = with_shared_tests(federation, layout)
-    if layout.centre == "own":
-        federation = replace(federation, data=centred(federation.data))
+    return with_shared_tests(federation, layout)
+
+
+def with_examples(federation: Federation, pool: Pool, layout: Layout) -> Federation:
+    """Each client with the examples of its rows."""
+    rows, d = torch.from_numpy(federation.items), federation.data
+    extras = {k: e._replace(x=e.x[rows]) if e.aligned else e for k, e in pool.extras.items()}
+    extras |= {k: Extra(pool.x[torch.from_numpy(half.rows)], half.y) for k, half in federation.halves.items()}
+    y = d.y if pool.y is None else pool.y[rows]
+    data = replace(d, x=gathered(pool.x, federation.items), y=y, extras=extras)
+    federation = replace(federation, data=centred(data) if layout.centre == "own" else data)
     return _pooled(federation) if layout.partition == POOLED else federation
 
 
@@ -124,12 +141,8 @@ def with_shared_tests(federation: Federation, layout: Layout) -> Federation:
     bounds = np.concatenate([starts[:, None] + d.bounds[:, :3] - d.bounds[:, :1], ends[:, None]], axis=1)
     order = np.concatenate(rows)
     at = torch.from_numpy(order)
-    extras = {k: e._replace(x=e.x[at]) if e.aligned else e for k, e in d.extras.items()}
-    return replace(
-        federation,
-        data=replace(d, x=gathered(d.x, order), y=d.y[at], bounds=bounds, extras=extras),
-        items=federation.items[order],
-    )
+    data = replace(d, x=d.x[at], y=d.y[at], bounds=bounds)
+    return replace(federation, data=data, items=federation.items[order])
 
 
 def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], place: int) -> Data:
@@ -155,18 +168,17 @@ def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], plac
     return centred(data) if layout.centre == "own" else data
 
 
-def _base_and_novel(pool: Pool, y: np.ndarray, part: np.ndarray) -> dict[str, Extra]:
+def _base_and_novel(pool: Pool, y: np.ndarray, part: np.ndarray) -> dict[str, Half]:
     """The test examples of all base and of all novel classes, labels numbered from 0."""
     base, test = len(pool.task.classes), part == SPLITS.index("test")
-    found: dict[str, Extra] = {}
+    found: dict[str, Half] = {}
     for half, where, first in (("base", test & (y < base), 0), ("novel", test & (y >= base), base)):
         if not where.any():
             raise FedvlmError(
                 f"protocol={OPEN}: there is no test image of a {half} class; give split= a larger third share, "
                 "such as 60,20,20"
             )
-        rows = torch.from_numpy(np.flatnonzero(where))
-        found[half] = Extra(pool.x[rows], torch.from_numpy(y[where] - first))
+        found[half] = Half(np.flatnonzero(where), torch.from_numpy(y[where] - first))
     return found
 
 

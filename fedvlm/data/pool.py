@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from fedvlm.data.store import Progress, features, fingerprint, text_embeddings
 from fedvlm.data.text import ALPHABET
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
+from fedvlm.system import console
 from fedvlm.system.timing import timed
 
 MAX_NOUNS = 1000  # names for outsiders that are kept
@@ -50,12 +52,20 @@ class Pool:
     notes: tuple[str, ...] = ()  # what a user should know of the backbone
 
 
+class Outline(NamedTuple):
+    """What is known before anything is encoded. The features are zeros that take no memory."""
+
+    pool: Pool
+    backbone: Backbone | None  # None: nothing has to be encoded, and the pool is complete
+
+
 class Pools:
     """Pools that were made in this process: methods that read the same view of the same data share one."""
 
     def __init__(self) -> None:
         self.made: dict[Key, Pool] = {}
         self.sources: dict[Key, Source] = {}
+        self.outlines: dict[Key, Outline] = {}
         self.said: set[str] = set()  # what the user was told about the data
 
     def source(self, setup: Setup) -> Source:
@@ -67,11 +77,35 @@ class Pools:
         check_task(setup, self.sources[key].task_type)
         return self.sources[key]
 
+    def outline(self, setup: Setup) -> Outline:
+        source, key = self.source(setup), key_of(setup.config, setup.adapter)
+        if key not in self.outlines:
+            self.outlines[key] = outline(setup, source)
+        return self.outlines[key]
+
     def load(self, setup: Setup, progress: Progress | None = None) -> Pool:
-        key = key_of(setup.config, setup.adapter)
+        outlined, key = self.outline(setup), key_of(setup.config, setup.adapter)
         if key not in self.made:
-            self.made[key] = assemble(setup, progress, self.source(setup))
+            self.made[key] = assemble(setup, outlined, progress)
         return self.made[key]
+
+    def encode(self, setup: Setup) -> Pool:
+        """What `load` gives, with a progress bar; names the images that are left out."""
+        known = len(self.made)
+        with console.progress("encoding") as update:
+            pool = self.load(setup, lambda done, total: update(done, total=total))
+        if len(self.made) > known:
+            for name, why in list(pool.skipped.items())[:10]:
+                console.warn(f"left out: {name}: {why}")
+            if len(pool.skipped) > 10:
+                console.warn(f"left out: {len(pool.skipped) - 10} more (run.json names them all)")
+        return pool
+
+    def say(self, text: str, say: Callable[[str], None]) -> None:
+        """Tells the user something about the data, once."""
+        if text not in self.said:
+            self.said.add(text)
+            say(text)
 
 
 def key_of(config: Config, adapter: Adapter) -> Key:
@@ -98,19 +132,14 @@ def open_data(setup: Setup) -> Source:
     return keep_classes(keep_domains(source, config.domains, config.unseen), config.classes)
 
 
-def assemble(setup: Setup, progress: Progress | None = None, source: Source | None = None) -> Pool:
-    """Opens the data, encodes what the store does not hold, and adds what the run evaluates on."""
-    config, adapter = setup.config, setup.adapter
-    source = source or open_data(setup)
-    if adapter.view == "text":
-        return text_pool(source)
-    if source.embeddings is not None:
-        return check_embeddings(setup, embedding_pool(source, adapter.view))
-    backbone, view = backbones.load(config.backbone), adapter.view
+def assemble(setup: Setup, outlined: Outline, progress: Progress | None = None) -> Pool:
+    """The outlined pool with features: encodes what the store does not hold, and adds what the run evaluates on."""
+    pool, backbone = outlined
+    if backbone is None:
+        return pool
+    config, adapter, view = setup.config, setup.adapter, setup.adapter.view
     images = in_precision(backbone, config.encode)
-    pool = image_pool(source, images, config.template, config.broken, progress, view, adapter.requires, backbone)
-    if config.protocol == OPEN:
-        pool = with_novel_classes(pool)
+    pool = encoded(pool, images, config.broken, progress)
     if config.outsiders:
         pool = with_outsiders(pool, open_outsiders(config.outsiders), images, view)
     if isinstance(adapter, NeedsNouns):
@@ -120,25 +149,30 @@ def assemble(setup: Setup, progress: Progress | None = None, source: Source | No
     return pool
 
 
-def outline(setup: Setup, source: Source) -> Pool:
-    """The pool without its features, which are zeros that take no memory: for checks before anything is encoded. Names for
-    outsiders are any nouns."""
+def outline(setup: Setup, source: Source) -> Outline:
+    """The pool without its features, for checks before anything is encoded. Names for outsiders are any nouns."""
     config, adapter = setup.config, setup.adapter
     if adapter.view == "text":
-        return text_pool(source)
+        return Outline(text_pool(source), None)
     if source.embeddings is not None:
-        return check_embeddings(setup, embedding_pool(source, adapter.view))
+        return Outline(check_embeddings(setup, embedding_pool(source, adapter.view)), None)
     backbone = backbones.load(config.backbone)
     in_precision(backbone, config.encode)
     check_adapter(setup.parts["adapter"].name, adapter, backbone)
     shape = view_format(backbone, adapter.view).shape
     task = task_of(backbone, source.classes, config.template, adapter.requires)
-    if isinstance(adapter, NeedsNouns):
-        task = task._replace(nouns=tuple(nouns()[:MAX_NOUNS]))
     x = torch.zeros(()).expand(len(source.items), *shape)
     notes = tuple(notes_on(backbone, adapter, config.data != "emoji"))
-    pool = Pool(source, x, task, "", f"{backbone.name}@{backbone.fingerprint}", notes=notes)
-    return with_novel_classes(pool) if config.protocol == OPEN else pool
+    pool = Pool(source, x, task, "", named(backbone), view=offered(backbone, adapter.view), notes=notes)
+    if config.protocol == OPEN:
+        pool = with_novel_classes(pool)
+    if isinstance(adapter, NeedsNouns):
+        pool = replace(pool, task=pool.task._replace(nouns=tuple(nouns()[:MAX_NOUNS])))
+    return Outline(pool, backbone)
+
+
+def named(backbone: Backbone) -> str:
+    return f"{backbone.name}@{backbone.fingerprint}"
 
 
 def check_task(setup: Setup, task_type: TaskType) -> None:
@@ -166,9 +200,16 @@ def image_pool(
     progress: Progress | None = None,
     view: str = "embedding",
     requires: str = "",
-    texts: Backbone | None = None,
 ) -> Pool:
-    """`texts`: the same backbone for class names and towers, where `backbone` computes in less precision."""
+    """Images of these classes, encoded."""
+    task = task_of(backbone, source.classes, template, requires)
+    outlined = Pool(source, torch.empty(0), task, "", named(backbone), view=offered(backbone, view))
+    return encoded(outlined, backbone, broken, progress)
+
+
+def encoded(pool: Pool, backbone: Backbone, broken: str, progress: Progress | None) -> Pool:
+    """The pool with features, without the images that cannot be read."""
+    source, view = pool.source, pool.view
     x, keys, skipped = features(source, backbone, broken, progress, view)
     y, mask_keys = None, list[bytes]()
     if source.task_type is SEGMENTATION:
@@ -177,8 +218,9 @@ def image_pool(
         pairs = zip(source.items, source.masks, strict=True)
         skipped |= {i.path: f"its mask: {bad[m.path]}" for i, m in pairs if m.path in bad} | misfits(source, broken)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
-    kept = tuple(source.masks[k] for k in good) if source.masks else ()
-    source = replace(source, items=tuple(source.items[k] for k in good), masks=kept)
+    if skipped:
+        kept = tuple(source.masks[k] for k in good) if source.masks else ()
+        source = replace(source, items=tuple(source.items[k] for k in good), masks=kept)
     if not good:
         raise FedvlmError(f"data={source.name}: none of its images can be read")
     if len(source.classes) < 2 and source.task_type is CLASSIFICATION:
@@ -186,13 +228,11 @@ def image_pool(
             f"data={source.name}: only one class is left ({source.classes[0]}): {len(skipped)} images cannot be read, "
             f"such as {next(iter(skipped))}; a classifier needs at least two"
         )
-    task = task_of(texts or backbone, source.classes, template, requires)
     used = [k[j] for j in good for k in (keys, mask_keys) if k]
     mark = fingerprint(used, [described(i, source.tabular) for i in source.items])
-    named = f"{backbone.name}@{backbone.fingerprint}"
     if skipped:  # a copy, of gigabytes where a row is an image's hidden states
         x, y = x[good], None if y is None else y[good]
-    return Pool(source, x, task, mark, named, skipped, y, view=offered(backbone, view))
+    return replace(pool, source=source, x=x, fingerprint=mark, backbone=named(backbone), skipped=skipped, y=y)
 
 
 def described(item: Item, tabular: bool) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm import backbones
 from fedvlm.backbones.alone import encoder_threads
 from fedvlm.backbones.base import RAW, Backbone, offered, view_format
 from fedvlm.config.config import Setup
@@ -20,7 +19,7 @@ from fedvlm.core.tasks import SEGMENTATION
 from fedvlm.data.ahead import ready
 from fedvlm.data.encoding import Images, Pace, pace_of
 from fedvlm.data.images import BadImage
-from fedvlm.data.pool import Pool
+from fedvlm.data.pool import Outline, Pool
 from fedvlm.data.source import Source, open_outsiders
 from fedvlm.data.store import content_key, encoded_images, open_view
 from fedvlm.errors import FedvlmError
@@ -41,15 +40,15 @@ class Sampled(NamedTuple):
     sample: Sample | None  # None: nothing has to be encoded
 
 
-def sampled(setup: Setup, outlined: Pool) -> Sampled:
-    """The pool of `outline` with features of a few of its images. Extra images have those of the images."""
-    config, source = setup.config, outlined.source
-    if setup.adapter.view == "text" or source.embeddings is not None:
-        return Sampled(outlined, 0, None)
-    backbone, view = backbones.load(config.backbone), setup.adapter.view
+def sampled(setup: Setup, outlined: Outline) -> Sampled:
+    """The outlined pool with features of a few of its images. Extra images have those of the images."""
+    pool, backbone = outlined
+    if backbone is None:
+        return Sampled(pool, 0, None)
+    config, source, view = setup.config, pool.source, setup.adapter.view
     masked = source.task_type is SEGMENTATION
     tried = sample(source, backbone, view, MOST // 2 if masked else MOST)
-    pool, images = replace(outlined, x=repeated(tried.rows, len(source.items))), len(source.items) * (1 + masked)
+    pool, images = replace(pool, x=repeated(tried.rows, len(source.items))), len(source.items) * (1 + masked)
     if masked:
         masks = sample(replace(source, items=source.masks), backbone, view, MOST // 2)
         y = (masks.rows.float().mean(1) > 127).to(torch.uint8)

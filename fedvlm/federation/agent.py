@@ -25,7 +25,7 @@ from fedvlm.config.config import Setup
 from fedvlm.core.records import RunRecord, build, parsed, read_text
 from fedvlm.core.state import Params, State
 from fedvlm.data.clients import own_data
-from fedvlm.data.pool import Pool, assemble, task_of
+from fedvlm.data.pool import Pool, Pools, task_of
 from fedvlm.data.source import Source, open_source
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
@@ -160,7 +160,7 @@ class Agent:
         source = self.source(setup)
         if odd := sorted(set(source.classes) - set(agreed.classes)):
             raise FedvlmError(f"there are {len(odd)} classes here that the others do not have, such as {odd[0]}")
-        pool = assemble(own, self.progress)
+        pool = Pools().load(own, self.progress)
         if setup.adapter.view != "text":
             task = task_of(self.backbone, agreed.classes, own.config.template, own.adapter.requires)
             pool = replace(pool, task=task._replace(nouns=tuple(agreed.nouns)))

@@ -56,8 +56,9 @@ from fedvlm.federation.secret import secret
 from fedvlm.federation.wire import Header, pack, unpack
 from fedvlm.system import allowed, files
 from fedvlm.system.names import file_name, printable
-from fedvlm.training.folder import RunFolder, identity
-from fedvlm.training.train import built, train_on
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.train import train
 
 HOME = "FEDVLM_HOME"  # the server's, set by `fedvlm serve`
 BACKBONE = "FEDVLM_BACKBONE"  # its own copy of the backbone, if given there
@@ -144,19 +145,18 @@ class Play:
         torch.set_num_threads(max(1, self.setup.config.threads))
         hellos = self.hello()
         pool = self.pool(self.classes(hellos))
-        ready = self.begin(hellos, pool)
-        federation = self.federation(pool, ready)
-        method = built(self.setup, pool, federation)
-        if method.privacy:
-            own = secret(self.folder.parent.parent, identity(self.setup, pool))
-            method = replace(method, privacy=replace(method.privacy, secret=own))
-            assert method.privacy
-            self.begin({name: hellos[name] for name in ready}, pool, method.privacy.plain())
-        run = RunFolder.start(self.folder, self.setup, pool, federation)
+        planned = PlannedRun(self.setup, pool, self.folder)
+        ready = self.begin(hellos, planned)
+        planned.federation = self.federation(pool, ready)
+        if privacy := planned.method.privacy:
+            privacy = replace(privacy, secret=secret(self.folder.parent.parent, planned.identity))
+            planned.method = replace(planned.method, privacy=privacy)
+            self.begin({name: hellos[name] for name in ready}, planned, privacy.plain())
+        run = RunFolder.start(planned)
         self.keep(run, ready)
         engine.connected = self.links
         try:
-            run = train_on(self.setup, pool, method, federation, self.folder, on_round)
+            run = train(planned, on_round)
         finally:
             engine.connected = None
         self.finish(run)
@@ -200,9 +200,9 @@ class Play:
         return pool
 
     def begin(
-        self, hellos: dict[str, Hello], pool: Pool, privacy: dict[str, float | str] | None = None
+        self, hellos: dict[str, Hello], planned: PlannedRun, privacy: dict[str, float | str] | None = None
     ) -> dict[str, Ready]:
-        task, known = pool.task, self.known()
+        task, known = planned.pool.task, self.known()
         agreed = Agreed(
             0,
             list(task.classes),
@@ -210,7 +210,7 @@ class Play:
             task.dim,
             task.scale,
             len(hellos),
-            identity(self.setup, pool),
+            planned.identity,
             privacy,
         )
         frames = {n: packed(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}

@@ -21,7 +21,7 @@ from fedvlm.core.data import Data, Extra
 from fedvlm.core.records import RoundRecord, Scores
 from fedvlm.core.state import Params, State
 from fedvlm.core.tasks import CLASSIFICATION
-from fedvlm.data.clients import Federation, federate
+from fedvlm.data.clients import Federation
 from fedvlm.data.corruptions import NAMES
 from fedvlm.data.pool import Pool, image_pool
 from fedvlm.data.source import Source, open_outsiders, open_source
@@ -35,8 +35,8 @@ from fedvlm.predict.questions import VIEWS, Evaluation
 from fedvlm.rounds.method import Method, name_of
 from fedvlm.training import folder
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.saved import check_state
-from fedvlm.training.train import built
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Finished:
         saved = run.load()
         assert saved is not None, "a finished run has a state"
         state, round = saved
-        federation = federate(pool, setup.config, setup.config.seed)
-        method = built(setup, pool, federation)
+        planned = PlannedRun(setup, pool)
+        federation, method = planned.federation, planned.method
         check_state(state, method, run.folder / folder.STATE)
         method = replace(method, task=method.task._replace(novel=None))  # base-to-novel has its answer already
         rows = private_rows(run, state, round) if method.newcomer else {}

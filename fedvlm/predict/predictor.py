@@ -121,9 +121,9 @@ def opened(image: Picture) -> Image.Image:
         raise FedvlmError(f"{image}: {error}") from error
 
 
-def from_run(run: RunFolder, client: str = "", backbone: Backbone | None = None, trusted: bool = False) -> Predictor:
-    """The shared model, or with `client` that client's own; `trusted`: see trust.py."""
-    setup = run.setup(trusted, PREDICTS if backbone is None else AXES)
+def from_run(run: RunFolder, client: str = "", backbone: Backbone | None = None) -> Predictor:
+    """The shared model, or with `client` that client's own."""
+    setup = run.setup(PREDICTS if backbone is None else AXES)
     record, saved = run.record, run.load()
     if saved is None:
         raise FedvlmError(f"{run.folder} has no saved state yet")

@@ -102,9 +102,9 @@ def partner(own: Answers, frozen: list[Answers]) -> Answers | None:
     return same[0] if same and same[0] is not own else None
 
 
-def source_of(run: RunFolder, own: Answers, pools: Pools, trusted: bool) -> Source:
+def source_of(run: RunFolder, own: Answers, pools: Pools) -> Source:
     """The run's data as it numbered them; an error where they are no longer the same."""
-    setup = run.setup(trusted)
+    setup = run.setup()
     if setup.config.federation or own.record.backbone.name == "embeddings":
         raise FedvlmError(f"{run.folder}: --images needs images, and this run's are not here; leave --images out")
     source = pools.source(setup)

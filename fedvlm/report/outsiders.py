@@ -19,12 +19,12 @@ BINS = 20
 SCORE = "mcm"  # the largest probability
 
 
-def histogram(label: str, run: RunFolder, pools: Pools, trusted: bool) -> Drawn | None:
+def histogram(label: str, run: RunFolder, pools: Pools) -> Drawn | None:
     """None for runs without outsiders or without a shared model, and where their data or backbone are not here."""
     if not run.record.config.get("outsiders"):
         return None
     try:
-        setup = run.setup(trusted)
+        setup = run.setup()
         pool = pools.load(setup)
         if pool.fingerprint != run.record.data.fingerprint:
             return None

@@ -59,7 +59,6 @@ class Options:
     details: bool = False  # predictions on test images (details.py)
     images: bool = False  # thumbnails of them, which are the user's private data (examples.py)
     tsne: bool = False  # image features by t-SNE beside the principal components; needs scikit-learn
-    trusted: bool = False  # whether folders of others may read data (trust.py), for images
 
     @property
     def looks(self) -> bool:
@@ -184,12 +183,12 @@ def look(runs: list[RunFolder], lines: list[Line], options: Options) -> Look:
     methods = [(k, x.label, said[x.label]) for k, x in indexed(lines)]
     return Look(
         details(methods, options.tsne) if options.details else None,
-        examples(methods, folders, options.trusted) if options.images else [],
-        outsiders(lines, folders, options.trusted) if options.details else [],
+        examples(methods, folders) if options.images else [],
+        outsiders(lines, folders) if options.details else [],
     )
 
 
-def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -> list[Drawn]:
+def outsiders(lines: list[Line], folders: dict[str, RunFolder]) -> list[Drawn]:
     """The confidence on outsiders in the first run of each method."""
     asked = [(x.label, folders[x.records[0].identity]) for x in lines if x.records[0].config.get("outsiders")]
     if not asked:
@@ -198,10 +197,10 @@ def outsiders(lines: list[Line], folders: dict[str, RunFolder], trusted: bool) -
     from fedvlm.report.outsiders import histogram
 
     pools = Pools()
-    return [found for label, run in asked if (found := histogram(label, run, pools, trusted))]
+    return [found for label, run in asked if (found := histogram(label, run, pools))]
 
 
-def examples(methods: list[Method], folders: dict[str, RunFolder], trusted: bool) -> list[Shown]:
+def examples(methods: list[Method], folders: dict[str, RunFolder]) -> list[Shown]:
     """Example images of the first run of each method that trains."""
     from fedvlm.data.pool import Pools  # late: torch, and only --images needs it
     from fedvlm.report.examples import MOST_CLIENTS, MOST_IMAGES, PER_CLIENT, partner, shown, source_of
@@ -213,7 +212,7 @@ def examples(methods: list[Method], folders: dict[str, RunFolder], trusted: bool
     most, pools, out = max(1, min(PER_CLIENT, MOST_IMAGES // max(1, clients))), Pools(), []
     for label, own in chosen:
         run = folders[own.record.identity]
-        out.append(shown(label, run, own, partner(own, frozen), source_of(run, own, pools, trusted), most))
+        out.append(shown(label, run, own, partner(own, frozen), source_of(run, own, pools), most))
     return out
 
 

@@ -12,7 +12,7 @@ class Snapshot(RunFolder):
     """A run folder for reading."""
 
     def __init__(self, run: RunFolder):
-        super().__init__(run.folder)
+        super().__init__(run.folder, run.trusted)
 
     @cached_property
     def _record(self) -> RunRecord:

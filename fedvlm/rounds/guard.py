@@ -113,25 +113,9 @@ class Guard:
             for i in (position[name] for name in named if name in position):
                 self.offences[i] = self.offences.get(i, 0) + 1
 
-    def accepted(self, replies: Iterator[Reply], step: str, message: Message, round: int) -> Iterator[Reply]:
-        """The replies that fit the schema, with updates of a bounded length."""
-        schema = self.schema(step)
-        fitting = (found for reply in replies for found in self._fitting(reply, schema, message.shared, round))
-        if schema.shared and self.bound:
-            yield from self._with_bounded_updates(fitting, schema, message.shared, round)
-        else:
-            yield from (reply for reply, _ in fitting)
-
-    def _fitting(self, reply: Reply, schema: Schema, sent: Params, round: int) -> Iterator[Measured]:
-        offences, lengths = self.examine(reply, schema, sent)
-        found = dict(reversed(offences))  # the first of each client is told
-        for i, reason in found.items():
-            self.offence(i, round, reason)
-        keep = ~np.isin(reply.ids, list(found))
-        if keep.all():
-            yield Measured(reply, lengths)
-        elif keep.any():
-            yield only(Measured(reply, lengths), torch.from_numpy(np.flatnonzero(keep)))
+    def inspect(self, step: str, message: Message, round: int) -> Inspection:
+        """The inspection of the replies to one message."""
+        return Inspection(self, self.schema(step), message.shared, round)
 
     def violations(self, reply: Reply, schema: Schema, sent: Params) -> list[Offence]:
         """What is wrong with the replies of these clients: names, shapes, dtypes, numbers that are not finite, ranges."""
@@ -167,60 +151,86 @@ class Guard:
                 found += told(ids, wrong, f"sent {name} out of its range")
         return found, lengths
 
-    def _with_bounded_updates(
-        self, replies: Iterator[Measured], schema: Schema, sent: Params, round: int
-    ) -> Iterator[Reply]:
-        """Replies are held back until the median is known: that of the whole round or, where this takes more memory than
-        HELD_BYTES, of the clients that fit in there."""
-        held: list[Measured] = []
-        median: Tensor | None = None
-        clients = size = 0
-        for one in replies:
-            held.append(one)
-            clients, size = clients + len(one.reply.ids), size + one.reply.nbytes
-            if median is None and clients >= HELD_CLIENTS and size > HELD_BYTES:
-                median = medians([exact(early, schema, sent) for early in held])
-            if median is not None:
-                for early in held:
-                    yield from self._bounded(early, median, schema, sent, round)
-                held = []
-        if held and median is None:
-            median = medians(held)
-            if any((excess(one, median) > NEARLY * self.bound).any() for one in held):
-                held = [exact(one, schema, sent) for one in held]
-                median = medians(held)
-        for one in held:
-            assert median is not None
-            yield from self._bounded(one, median, schema, sent, round)
 
-    def _bounded(self, one: Measured, median: Tensor, schema: Schema, sent: Params, round: int) -> Iterator[Reply]:
-        """The reply without updates that are far too long, and with those shortened that are too long."""
-        if (excess(one, median) <= NEARLY * self.bound).all():
+class Inspection:
+    """Lets through the replies of one exchange that fit the schema, with updates of a bounded length.
+
+    Replies are held back until the median is known: that of the whole round or, where this takes more memory than
+    HELD_BYTES, of the clients that fit in there."""
+
+    def __init__(self, guard: Guard, schema: Schema, sent: Params, round: int):
+        self.guard, self.schema, self.sent, self.round = guard, schema, sent, round
+        self.bounds = schema.shared and bool(guard.bound)
+        self.held: list[Measured] = []
+        self.clients = self.size = 0
+        self.median: Tensor | None = None
+
+    def passed(self, reply: Reply) -> Iterator[Reply]:
+        """What may go on now that this reply came: it, without clients that offended, or replies that were held back."""
+        one = self.fitting(reply)
+        if one is None:
+            return
+        if not self.bounds:
             yield one.reply
             return
-        one = exact(one, schema, sent)
-        times = excess(one, median)
-        far = one.lengths[:, 0] > FAR * median[0]  # of the model itself: control variates may differ more
-        for at in far.nonzero()[:, 0].tolist():
-            reason = f"sent an update of {one.lengths[at, 0] / median[0]:.3g} times the round's median length"
-            self.offence(int(one.reply.ids[at]), round, reason)
-        near = (~far).nonzero()[:, 0]
-        if len(near):
-            for at in ((times > self.bound) & ~far).nonzero()[:, 0].tolist():
-                self.bounded[int(one.reply.ids[at])] = float(times[at])
-            yield self._shortened(*only(one, near), median, schema, sent)
+        self.held.append(one)
+        self.clients, self.size = self.clients + len(one.reply.ids), self.size + one.reply.nbytes
+        if self.median is None and self.clients >= HELD_CLIENTS and self.size > HELD_BYTES:
+            self.median = medians([exact(early, self.schema, self.sent) for early in self.held])
+        if self.median is not None:
+            yield from self.released(self.median)
 
-    def _shortened(self, reply: Reply, lengths: Tensor, median: Tensor, schema: Schema, sent: Params) -> Reply:
-        factor = (self.bound * median / lengths).nan_to_num(1.0).clamp(max=1.0)  # [clients, 2]
+    def rest(self) -> Iterator[Reply]:
+        """The replies that are still held back when all have come."""
+        if not self.held:
+            return
+        median = medians(self.held)
+        if any((excess(one, median) > NEARLY * self.guard.bound).any() for one in self.held):
+            self.held = [exact(one, self.schema, self.sent) for one in self.held]
+            median = medians(self.held)
+        yield from self.released(median)
+
+    def fitting(self, reply: Reply) -> Measured | None:
+        """The reply without clients whose answers do not fit; None where nobody is left."""
+        offences, lengths = self.guard.examine(reply, self.schema, self.sent)
+        found = dict(reversed(offences))  # the first of each client is told
+        for i, reason in found.items():
+            self.guard.offence(i, self.round, reason)
+        keep = ~np.isin(reply.ids, list(found))
+        if keep.all():
+            return Measured(reply, lengths)
+        return only(Measured(reply, lengths), torch.from_numpy(np.flatnonzero(keep))) if keep.any() else None
+
+    def released(self, median: Tensor) -> Iterator[Reply]:
+        """Those held back, without updates that are far too long, and with those shortened that are too long."""
+        held, self.held = self.held, []
+        for one in held:
+            if (excess(one, median) <= NEARLY * self.guard.bound).all():
+                yield one.reply
+                continue
+            one = exact(one, self.schema, self.sent)
+            times = excess(one, median)
+            far = one.lengths[:, 0] > FAR * median[0]  # of the model itself: control variates may differ more
+            for at in far.nonzero()[:, 0].tolist():
+                reason = f"sent an update of {one.lengths[at, 0] / median[0]:.3g} times the round's median length"
+                self.guard.offence(int(one.reply.ids[at]), self.round, reason)
+            near = (~far).nonzero()[:, 0]
+            if len(near):
+                for at in ((times > self.guard.bound) & ~far).nonzero()[:, 0].tolist():
+                    self.guard.bounded[int(one.reply.ids[at])] = float(times[at])
+                yield self.shortened(*only(one, near), median)
+
+    def shortened(self, reply: Reply, lengths: Tensor, median: Tensor) -> Reply:
+        factor = (self.guard.bound * median / lengths).nan_to_num(1.0).clamp(max=1.0)  # [clients, 2]
 
         def scaled(value: Tensor, origin: Tensor, by: Tensor) -> Tensor:
             by = by.to(value.device).view(-1, *[1] * (value.dim() - 1))
             moved = origin + by * (value.double() - origin)
             return torch.where(by < 1, moved.to(value.dtype), value)
 
-        zero = torch.zeros((), dtype=torch.float64)
-        shared = {k: scaled(v, sent[k].double(), factor[:, 0]) for k, v in reply.shared.items()}
-        moves = {k: scaled(v, zero, factor[:, 1]) for k, v in reply.values.items() if schema.values[k].update}
+        zero, fields = torch.zeros((), dtype=torch.float64), self.schema.values
+        shared = {k: scaled(v, self.sent[k].double(), factor[:, 0]) for k, v in reply.shared.items()}
+        moves = {k: scaled(v, zero, factor[:, 1]) for k, v in reply.values.items() if fields[k].update}
         return Reply(reply.ids, reply.values | moves, shared)
 
 

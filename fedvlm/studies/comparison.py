@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedvlm.api import Runs, check_parts, chosen, execute, new_pools, plan, prepared
+from fedvlm.api import Runs, chosen, execute, new_pools, plan, prepared
 from fedvlm.config import catalogue
 from fedvlm.config.config import TRAINING, Config, EngineKeys, Setup, resolve
 from fedvlm.core.tasks import CLASSIFICATION
@@ -14,10 +14,11 @@ from fedvlm.errors import FedvlmError
 from fedvlm.report.tables import FROZEN, check_one_rule, fair_keys
 from fedvlm.system.interrupts import shell_line
 from fedvlm.training.folder import find
-from fedvlm.training.planning import LEAVE_ONE_OUT, checked_outline
+from fedvlm.training.planning import LEAVE_ONE_OUT, check_parts, checked
 
 if TYPE_CHECKING:
     from fedvlm.data.pool import Pool, Pools
+    from fedvlm.training.planned_run import PlannedRun
 
 SEEDS = (50, 77, 98)
 
@@ -37,7 +38,7 @@ def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) 
         )
     check_one_rule({s.method.label: [fair_keys(s.settings()) | {"backbone": s.config.backbone}] for s in setups})
     check_parts(setups)
-    pool = checked_outline(setups[0], pools)  # refuses what it can before anything is encoded
+    pool = checked(setups[0], pools).pool  # refuses what it can before anything is encoded
     if "protocol" not in given and "unseen" not in given and len(pool.source.domains) >= 3:
         setups = [chosen(m, given | {"protocol": LEAVE_ONE_OUT}) for m in methods]
     return frozen(setups, pool) + setups
@@ -79,15 +80,16 @@ def bench(methods: Sequence[str], **keys: object) -> Runs:
     domains and neither protocol= nor unseen= is given; zero-shot is added where the backbone has a text tower.
 
     A key of a method with several values, such as lr=[0.001, 0.01], is a sweep: studies/sweep.py says how it chooses."""
+    planned, notes = compared(methods, prepared(keys))
+    return Runs(execute(planned, planned[0].setup.config.jobs).members, notes)
+
+
+def compared(methods: Sequence[str], given: dict[str, object]) -> tuple[list[PlannedRun], list[str]]:
+    """The runs of a bench, swept keys chosen, and what their table has to say of the choice."""
+    from fedvlm.studies.sweep import Sweep, separated
+
+    fixed, search = separated(methods, given)
     pools = new_pools()
-    setups, notes = compared(methods, prepared(keys), pools)
-    return Runs(execute(plan(setups, pools), setups[0].config.jobs, pools).members, notes)
-
-
-def compared(methods: Sequence[str], given: dict[str, object], pools: Pools) -> tuple[list[Setup], list[str]]:
-    """The setups of a bench, swept keys chosen, and what their table has to say of the choice."""
-    from fedvlm.studies import sweep
-
-    fixed, search = sweep.separated(methods, given)
     setups = setups_of(methods, fixed, pools)
-    return sweep.choose(setups, search, pools) if search else (setups, [])
+    setups, notes = Sweep(setups, search, pools).chosen() if search else (setups, [])
+    return plan(setups, pools), notes

@@ -27,7 +27,8 @@ from fedvlm.report.tables import format_value
 from fedvlm.studies.comparison import folder_of, trains_nothing
 from fedvlm.system import console
 from fedvlm.training.folder import SWEEP, RunFolder
-from fedvlm.training.planning import Job, place, single_runs, unused_keys
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.planning import single_runs, unused_keys
 from fedvlm.training.processes import RunsFailed
 
 if TYPE_CHECKING:
@@ -111,21 +112,67 @@ class Choice:
     runs: list[RunFolder]
 
 
-def choose(setups: Sequence[Setup], search: Search, pools: Pools) -> tuple[list[Setup], list[str]]:
-    """The setups with the values that validation chose, and the notes for their table."""
-    own = [Search() if trains_nothing(s) else search.of(keys_of(s)) for s in setups]
-    if not any(own):
-        raise FedvlmError(f"none of these methods has {', '.join(f'{k}=' for k in search.axes)}")
-    for setup, one in zip(setups, own, strict=True):
-        lacking = [f"{k}=" for k in search.axes if k not in one.axes]
-        if lacking and not trains_nothing(setup):
-            console.warn(f"{setup.method.label} has no {', '.join(lacking)}: it is left out of that part of the sweep")
-    console.note(f"sweep of {search}, on the first seed")
-    pairs = [(s, o) for s, o in zip(setups, own, strict=True) if o]
-    found = dict(zip((id(s) for s, _ in pairs), by_grid(pairs, pools), strict=True))
-    for choice in found.values():
-        keep(choice, pools)
-    return [found[id(s)].setup if id(s) in found else s for s in setups], notes(setups, own, found, search)
+class Sweep:
+    """A search over the settings of several methods."""
+
+    def __init__(self, setups: Sequence[Setup], search: Search, pools: Pools):
+        self.setups, self.search, self.pools = setups, search, pools
+
+    def chosen(self) -> tuple[list[Setup], list[str]]:
+        """The setups with the values that validation chose, and the notes for their table."""
+        setups, search = self.setups, self.search
+        own = [Search() if trains_nothing(s) else search.of(keys_of(s)) for s in setups]
+        if not any(own):
+            raise FedvlmError(f"none of these methods has {', '.join(f'{k}=' for k in search.axes)}")
+        for setup, one in zip(setups, own, strict=True):
+            lacking = [f"{k}=" for k in search.axes if k not in one.axes]
+            if lacking and not trains_nothing(setup):
+                console.warn(
+                    f"{setup.method.label} has no {', '.join(lacking)}: it is left out of that part of the sweep"
+                )
+        console.note(f"sweep of {search}, on the first seed")
+        pairs = [(s, o) for s, o in zip(setups, own, strict=True) if o]
+        found = dict(zip((id(s) for s, _ in pairs), self.by_grid(pairs), strict=True))
+        for choice in found.values():
+            self.keep(choice)
+        return [found[id(s)].setup if id(s) in found else s for s in setups], notes(setups, own, found, search)
+
+    def by_grid(self, pairs: list[tuple[Setup, Search]]) -> list[Choice]:
+        """All points of all methods in one queue; of equal scores the first in the grid is chosen."""
+        grids = [points(search) for _, search in pairs]
+        tries = [varied(setup, point) for (setup, _), grid in zip(pairs, grids, strict=True) for point in grid]
+        runs = iter(self.tried(tries))
+        out = []
+        for (setup, _), grid in zip(pairs, grids, strict=True):
+            found = [Choice(setup, point, score(done), done) for point, done in ((p, next(runs)) for p in grid)]
+            out.append(best(setup, found))
+        return out
+
+    def tried(self, setups: list[Setup]) -> list[list[RunFolder]]:
+        """The finished runs of each setup on its first seed; a run that failed is missing."""
+        planned = []
+        for setup in setups:
+            one = setup.with_(seeds=(first_seed(setup),), out=str(folder_of(setup) / SWEEP))
+            planned.append(self.planned(one))
+        try:
+            finished = api.execute([p for part in planned for p in part], setups[0].config.jobs).files
+        except RunsFailed as error:
+            finished = error.finished
+            console.warn(f"in the sweep {error}")
+        done = {run.folder: run for run in finished}
+        return [[done[p.folder] for p in part if p.folder in done] for part in planned]
+
+    def planned(self, setup: Setup) -> list[PlannedRun]:
+        pool = self.pools.encode(setup)
+        return [PlannedRun(single, pool) for single in single_runs(setup, pool)]
+
+    def keep(self, choice: Choice) -> None:
+        """Copies the runs of the chosen setting to where those of all seeds go, so that they are recognised there."""
+        places = {p.folder.name for p in self.planned(choice.setup)}
+        for run in choice.runs:
+            target = folder_of(choice.setup) / run.folder.name
+            if run.folder.name in places and not target.exists():
+                shutil.copytree(run.folder, target, ignore=shutil.ignore_patterns(".lock"))
 
 
 def keys_of(setup: Setup) -> dict[str, Key]:
@@ -138,40 +185,12 @@ def varied(setup: Setup, point: Point) -> Setup:
     return api.chosen(setup.method.path or setup.method.name, setup.given | point)
 
 
-def by_grid(pairs: list[tuple[Setup, Search]], pools: Pools) -> list[Choice]:
-    """All points of all methods in one queue; of equal scores the first in the grid is chosen."""
-    grids = [points(search) for _, search in pairs]
-    tries = [varied(setup, point) for (setup, _), grid in zip(pairs, grids, strict=True) for point in grid]
-    runs = iter(tried(tries, pools))
-    out = []
-    for (setup, _), grid in zip(pairs, grids, strict=True):
-        found = [Choice(setup, point, score(done), done) for point, done in ((p, next(runs)) for p in grid)]
-        out.append(best(setup, found))
-    return out
-
-
 def points(search: Search) -> list[Point]:
     return [dict(zip(search.axes, chosen, strict=True)) for chosen in itertools.product(*search.axes.values())]
 
 
 def first_seed(setup: Setup) -> int:
     return (setup.config.seeds or (setup.config.seed,))[0]
-
-
-def tried(setups: list[Setup], pools: Pools) -> list[list[RunFolder]]:
-    """The finished runs of each setup on its first seed; a run that failed is missing."""
-    jobs: list[list[Job]] = []
-    for setup in setups:
-        pool = api.encode(setup, pools)
-        one = setup.with_(seeds=(first_seed(setup),), out=str(folder_of(setup) / SWEEP))
-        jobs.append([Job(single, place(single, pool)) for single in single_runs(one, pool)])
-    try:
-        finished = api.execute([j for part in jobs for j in part], setups[0].config.jobs, pools).files
-    except RunsFailed as error:
-        finished = error.finished
-        console.warn(f"in the sweep {error}")
-    done = {run.folder: run for run in finished}
-    return [[done[j.folder] for j in part if j.folder in done] for part in jobs]
 
 
 def score(runs: Sequence[RunFolder]) -> float:
@@ -187,16 +206,6 @@ def best(setup: Setup, found: list[Choice]) -> Choice:
         raise FedvlmError(f"{setup.method.label}: every run of the sweep failed, see above")
     chosen = max(usable, key=lambda c: c.score)
     return Choice(varied(setup, chosen.point), chosen.point, chosen.score, chosen.runs)
-
-
-def keep(choice: Choice, pools: Pools) -> None:
-    """Copies the runs of the chosen setting to where those of all seeds go, so that they are recognised there."""
-    pool = api.encode(choice.setup, pools)
-    places = {j.name for j in (place(single, pool) for single in single_runs(choice.setup, pool))}
-    for run in choice.runs:
-        target = folder_of(choice.setup) / run.folder.name
-        if run.folder.name in places and not target.exists():
-            shutil.copytree(run.folder, target, ignore=shutil.ignore_patterns(".lock"))
 
 
 def notes(setups: Sequence[Setup], own: Sequence[Search], found: Mapping[int, Choice], search: Search) -> list[str]:

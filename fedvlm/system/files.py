@@ -14,6 +14,7 @@ from fedvlm.errors import FedvlmError
 
 ADVICE = "make room there, or choose another place"
 DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+Stamp = tuple[int, int, int]  # of a file, another one once it was replaced or written to
 PART = ".part"  # how the name of a file ends while it is written; one that a crash left behind is never read
 
 
@@ -32,6 +33,11 @@ def write(path: Path, data: bytes | str, *, private: bool = False, sync: bool = 
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path, private, sync) as out:
             out.write(content)
+
+
+def stamp(path: Path) -> Stamp:
+    about = path.stat()
+    return about.st_mtime_ns, about.st_ino, about.st_size
 
 
 @contextlib.contextmanager

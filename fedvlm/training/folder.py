@@ -34,14 +34,13 @@ from fedvlm.core import client_names
 from fedvlm.core.records import BackboneRecord, DataRecord, MetricRecord, Result, RoundRecord, RunRecord, read_text
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console, files
-from fedvlm.system.names import file_name, printable
+from fedvlm.system.names import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fedvlm.core.state import State
-    from fedvlm.data.clients import Federation
-    from fedvlm.data.pool import Pool
+    from fedvlm.training.planned_run import PlannedRun
 
 STATE = "state.safetensors"
 SWEEP = "sweep"  # the folder of the runs that a sweep tried (sweep.py)
@@ -52,32 +51,22 @@ SERVER = "server"  # what the process that plays the rounds is called in a recor
 ADVICE = "finished rounds are kept: free some space or get write permission there, then `fedvlm resume` the run"
 
 
-def identity(setup: Setup, pool: Pool) -> str:
-    """Two runs with the same identity would give the same numbers."""
-    decided = setup.binding()
-    decided |= {"data": pool.fingerprint, "backbone": pool.backbone, "version": fedvlm.__version__}
-    return hashlib.blake2b(json.dumps(decided, sort_keys=True).encode(), digest_size=4).hexdigest()
-
-
-def folder_name(setup: Setup, pool: Pool) -> str:
-    unseen = "+".join(setup.config.unseen) or "all"
-    method = f"{setup.method.name}-{setup.method.on}" if setup.method.on else setup.method.name
-    return file_name(f"{method}-{pool.source.name}-{unseen}-s{setup.config.seed}-{identity(setup, pool)}")
-
-
 class RunFolder:
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, trusted: bool = False):
+        """`trusted`: whether it may do what a folder from others would do here (trust.py)."""
+        self.folder, self.trusted = folder, trusted
+        self._known: tuple[files.Stamp, RunRecord] | None = None  # run.json as it was last read or written here
         self.next_sync = 0.0  # time.monotonic() from which `save` waits for the disk again
 
     @classmethod
-    def start(cls, folder: Path, setup: Setup, pool: Pool, federation: Federation) -> RunFolder:
+    def start(cls, planned: PlannedRun) -> RunFolder:
         """A new folder, or the one that already holds this very run."""
-        run, mark = cls(folder), identity(setup, pool)
+        folder, setup = planned.folder, planned.setup
+        run = cls(folder)
         if (folder / "run.json").exists():
             found = run.record
-            if found.identity != mark:
-                raise FedvlmError(f"{folder} holds another run ({differs(found, setup, pool)}); choose another out=")
+            if found.identity != planned.identity:
+                raise FedvlmError(f"{folder} holds another run ({differs(found, planned)}); choose another out=")
             if found.result is None:
                 run.load()  # damage is told before anything is written
             return run
@@ -91,7 +80,7 @@ class RunFolder:
             for path in folder.glob("code/**/*.py"):
                 files.sync(path)
             trust.remember(setup)
-            files.write(folder / "run.json", describe(setup, pool, federation, mark).to_json(), sync=True, advice=anew)
+            files.write(folder / "run.json", describe(planned).to_json(), sync=True, advice=anew)
             files.sync_folder(folder.parent)
         return run
 
@@ -99,7 +88,10 @@ class RunFolder:
     def record(self) -> RunRecord:
         path = self.folder / "run.json"
         try:
-            return RunRecord.from_json(read_text(path))
+            stamp = files.stamp(path)  # another process may have written it since
+            if self._known is None or self._known[0] != stamp:
+                self._known = stamp, RunRecord.from_json(read_text(path))
+            return self._known[1]
         except FileNotFoundError:
             raise FedvlmError(f"{self.folder} is not a run: it holds no run.json") from None
         except (OSError, ValueError) as error:
@@ -107,9 +99,9 @@ class RunFolder:
                 f"{path} is damaged or of another version ({error}); start the run anew elsewhere"
             ) from error
 
-    def setup(self, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
+    def setup(self, uses: Collection[str] = ()) -> Setup:
         """What was decided, from this folder alone; an error where it would do what the user did not allow (trust.py)."""
-        return trust.admitted(Setup.from_record(self.record, self.folder), self.folder, trusted, uses)
+        return trust.admitted(Setup.from_record(self.record, self.folder), self.folder, self.trusted, uses)
 
     @property
     def name(self) -> str:
@@ -229,7 +221,7 @@ class RunFolder:
 
     def finish(self, result: Result) -> None:
         self._sync(STATE, "outputs.safetensors")
-        self.write("run.json", replace(self.record, result=result).to_json().encode(), sync=True)
+        self._write_record(replace(self.record, result=result))
 
     def _sync(self, *more: str) -> None:
         """What a state needs is on the disk before the state is."""
@@ -256,22 +248,27 @@ class RunFolder:
             console.warn(f"{self.folder}: {text}")
             self.log(text)
         added = {who: [*known.get(who, []), what] for who, what in changed.items()}
-        self.write("run.json", replace(record, processors=known | added).to_json().encode(), sync=True)
+        self._write_record(replace(record, processors=known | added))
+
+    def _write_record(self, record: RunRecord) -> None:
+        self.write("run.json", record.to_json().encode(), sync=True)
+        self._known = files.stamp(self.folder / "run.json"), record
 
     def log(self, text: str) -> None:
         with contextlib.suppress(OSError), (self.folder / "log.txt").open("a", encoding="utf-8") as out:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
 
 
-def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
+def describe(planned: PlannedRun) -> RunRecord:
     from fedvlm.backbones.arithmetic import described
     from fedvlm.core.data import SPLITS
     from fedvlm.engines.base import device_of
 
+    setup, pool, federation = planned.setup, planned.pool, planned.federation
     name, _, fingerprint = pool.backbone.rpartition("@")
     task, source, home = pool.task, pool.source, setup.parts
     return RunRecord(
-        identity=mark,
+        identity=planned.identity,
         method=setup.method,
         adapter=home["adapter"],
         local=home["local"],
@@ -324,15 +321,16 @@ def _commit() -> str:
     return ""
 
 
-def differs(found: RunRecord, setup: Setup, pool: Pool) -> str:
+def differs(found: RunRecord, planned: PlannedRun) -> str:
     """What a run that is in the way has different, in words."""
+    setup = planned.setup
     old, new = binding(found.config), binding(setup.settings())
     keys = [k for k in old | new if old.get(k) != new.get(k)]
     for axis in ("adapter", "local", "merge"):
         theirs, ours = getattr(found, axis), setup.parts[axis]
         keys += [axis] if (theirs.name, theirs.settings) != (ours.name, ours.settings) else []
     keys += ["the code of your own parts"] if not keys and setup.codes else []
-    keys += ["the images"] if found.data.fingerprint != pool.fingerprint else []
+    keys += ["the images"] if found.data.fingerprint != planned.pool.fingerprint else []
     return "it differs in " + ", ".join(keys) if keys else "another version of fedvlm made it"
 
 

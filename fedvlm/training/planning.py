@@ -11,30 +11,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fedvlm.config import catalogue
 from fedvlm.config.config import COMMAND_LINE, Setup
 from fedvlm.core.descent import OptimiserSettings
 from fedvlm.core.state import Message, copy_per_client, nbytes
-from fedvlm.data.clients import Federation, partition_of
-from fedvlm.data.pool import Pool, Pools, outline
+from fedvlm.data.clients import partition_of
+from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.wording import doubtful_names
 from fedvlm.engines.base import device_of
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.rounds import steps
-from fedvlm.rounds.method import Method
 from fedvlm.system import console
-from fedvlm.system.machine import runs_home
-from fedvlm.training.folder import folder_name
-from fedvlm.training.train import prepare
+from fedvlm.training import slurm, trackers
+from fedvlm.training.planned_run import PlannedRun
 
 LEAVE_ONE_OUT = "leave-one-domain-out"
-
-
-class Job(NamedTuple):
-    """A single run, and its folder."""
-
-    setup: Setup
-    folder: Path
 
 
 class Cost(NamedTuple):
@@ -46,15 +36,35 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def jobs_of(setup: Setup, pool: Pool) -> list[Job]:
-    """The single runs of a setup, targets × seeds, each with its folder; with `out=`, a single run's folder is that."""
-    found = single_runs(setup, pool)
-    if len(found) == 1 and found[0].config.out:
-        return [Job(found[0], Path(found[0].config.out))]
-    return [Job(one, place(one, pool)) for one in found]
+def plan(setups: list[Setup], pools: Pools) -> list[PlannedRun]:
+    """Every single run of these setups; says what of private data would leave a client. With `out=`, the folder of one that
+    is alone is that."""
+    check_parts(setups)
+    firsts = [checked(s, pools) for s in setups]
+    encoded = [pools.encode(s) for s in setups]
+    for setup in setups:
+        if setup.merge.reveals:
+            console.warn(f"{setup.method.label}: clients send {setup.merge.reveals}")
+    found = [
+        first.on(pool) if one == first.setup else PlannedRun(one, pool)
+        for setup, first, pool in zip(setups, firsts, encoded, strict=True)
+        for one in single_runs(setup, pool)
+    ]
+    if len(found) == 1 and len(setups) == 1 and setups[0].config.out:
+        found[0].given = Path(setups[0].config.out)
+    return found
+
+
+def check_parts(setups: list[Setup]) -> None:
+    """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
+    for setup in setups:
+        trackers.check(setup.config.log)
+        slurm.check(setup.config.launcher)
+        _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 
 
 def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
+    """What a setup stands for, targets × seeds."""
     config = setup.config
     if reason := setup.adapter.incompatible(pool.x.shape[1:]):
         raise FedvlmError(
@@ -75,38 +85,37 @@ def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
     return [setup.with_(unseen=t, seed=s, seeds=()) for t in targets for s in (config.seeds or (config.seed,))]
 
 
-def checked_outline(setup: Setup, pools: Pools) -> Pool:
-    """The data without features, after every check that needs no encoding; says how the data were understood."""
-    found = outline(setup, pools.source(setup))
-    notes = dict.fromkeys(found.source.notes, console.note)
-    if found.task.text is not None and found.source.embeddings is None:
-        notes |= {doubt: console.warn for doubt in (doubtful_names(found.task.classes),) if doubt}
-    for text, say in notes.items():
-        if text not in pools.said:
-            pools.said.add(text)
-            say(f"data={found.source.name}: {text}")
+def checked(setup: Setup, pools: Pools) -> PlannedRun:
+    """The first run of a setup on data without features, after every check that needs no encoding; says how the data were
+    understood."""
+    found = pools.outline(setup).pool
+    for text in found.source.notes:
+        pools.say(f"data={found.source.name}: {text}", console.note)
+    if (
+        found.task.text is not None
+        and found.source.embeddings is None
+        and (doubt := doubtful_names(found.task.classes))
+    ):
+        pools.say(f"data={found.source.name}: {doubt}", console.warn)
     given = [key for key in unused_keys(setup) if setup.origins.get(f"local.{key}") == COMMAND_LINE]
     no_descent = [f"{key}= has no effect on {setup.method.label}, which takes no gradient steps" for key in given]
     for text in (*found.notes, *no_descent):
-        if text not in pools.said:
-            pools.said.add(text)
-            console.note(text)
-    check(setup, found)
-    return found
+        pools.say(text, console.note)
+    device_of(setup)
+    check_partition_keys(setup, found)
+    first = PlannedRun(single_runs(setup, found)[0], replace(found, x=torch.zeros(len(found.x), 0)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, setup.config.threads))  # as in training: it is built only once
+    try:
+        _ = first.plain_method  # differential privacy is tried on examples, later
+    finally:
+        torch.set_num_threads(threads)  # images are encoded on all cores
+    return first
 
 
 def unused_keys(setup: Setup) -> list[str]:
     """The optimiser's keys, where a closed form replaces it."""
     return [f.name for f in fields(OptimiserSettings)] if setup.local.one_round else []
-
-
-def check(setup: Setup, outlined: Pool) -> None:
-    """An error for everything that can be refused before images are encoded. `outlined`: see `pool.outline`."""
-    device_of(setup)
-    check_partition_keys(setup, outlined)
-    # differential privacy is tried on examples, later
-    first = single_runs(setup, outlined)[0].with_defaults(catalogue.for_purpose("privacy"))
-    prepare(first, replace(outlined, x=torch.zeros(len(outlined.x), 0)))
 
 
 def check_partition_keys(setup: Setup, outlined: Pool) -> None:
@@ -126,15 +135,10 @@ def check_partition_keys(setup: Setup, outlined: Pool) -> None:
         )
 
 
-def place(setup: Setup, pool: Pool) -> Path:
-    """The folder of a run that has no name of its own."""
-    root = Path(setup.config.out) if setup.config.out else runs_home()
-    return root / folder_name(setup, pool)
-
-
-def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
+def estimate(run: PlannedRun) -> Cost:
     """What a round will send and take: bytes are exact (except for uploads of any length and the reference model of a later
     stage), seconds are extrapolated from a few timed batches."""
+    setup, method, federation = run.setup, run.method, run.federation
     able = federation.seen
     asked = max(1, int(np.ceil(setup.config.participation * len(able))))
     sizes = federation.data.counts("train")

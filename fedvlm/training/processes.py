@@ -12,22 +12,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from fedvlm.config.config import Setup
 from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import device_of
 from fedvlm.errors import FedvlmError
 from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
-from fedvlm.system.interrupts import stoppable
 from fedvlm.system.machine import cores
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.slurm import HERE, run_elsewhere
-from fedvlm.training.train import OnRound, train
+from fedvlm.training.train import train
 
 MOST = 60 if sys.platform == "win32" else sys.maxsize  # processes; Windows waits for 63 pipes at most
 
@@ -45,23 +46,11 @@ class RunsFailed(FedvlmError):
         self.finished = finished
 
 
-def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
-    """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end. Ctrl-C
-    ends those under way and starts no other."""
-    with stoppable() as check:
-
-        def tell(i: int, record: RoundRecord | None, error: str) -> None:
-            check()
-            report(i, record, error)
-
-        return _run_all(jobs, at_once, pools, tell)
-
-
-def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
+def run_all(jobs: Sequence[PlannedRun], at_once: int, report: OnProgress) -> list[RunFolder]:
+    """Every finished run; one that fails is reported, the rest go on, and the failure is raised at the end."""
     elsewhere = bool(jobs) and jobs[0].setup.config.launcher != HERE
     if len(jobs) == 1 and not elsewhere:
-        ((setup, folder),) = jobs
-        return [train(setup, pools.load(setup), folder, lambda record: report(0, record, ""))]
+        return [train(jobs[0], partial(report, 0, error=""))]
     failed: dict[int, str] = {}
 
     def ended(i: int, error: str) -> None:
@@ -70,10 +59,11 @@ def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) ->
             failed[i] = error
 
     if elsewhere:
-        run_elsewhere(jobs, at_once, pools, partial(report, error=""), ended)
+        run_elsewhere(jobs, at_once, partial(report, error=""), ended)
     elif (at_once or max(cores(), len(visible()))) == 1:
         for i, job in enumerate(jobs):
-            ended(i, attempt(job, pools, partial(report, i, error="")))
+            ended(i, attempt(partial(train, job, partial(report, i, error=""))))
+            job.release()
     else:
         _in_processes(jobs, at_once, report, ended)
     finished = [RunFolder(job.folder) for i, job in enumerate(jobs) if i not in failed]
@@ -82,7 +72,7 @@ def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) ->
     return finished
 
 
-def reasons(jobs: list[Job], failed: dict[int, str]) -> str:
+def reasons(jobs: Sequence[PlannedRun], failed: dict[int, str]) -> str:
     """What went wrong, each thing once, with the runs that it happened to."""
     by_error: dict[str, list[str]] = {}
     for i, error in failed.items():
@@ -91,10 +81,10 @@ def reasons(jobs: list[Job], failed: dict[int, str]) -> str:
     return "\n  ".join(lines[:10])
 
 
-def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
-    """Trains; what went wrong, in words, or ""."""
+def attempt(play: Callable[[], object]) -> str:
+    """Plays a run; what went wrong, in words, or ""."""
     try:
-        train(job.setup, pools.load(job.setup), job.folder, on_round)
+        play()
     except FedvlmError as error:
         return str(error)
     except (Exception, SystemExit) as error:  # a defect in one run does not end the others
@@ -102,7 +92,9 @@ def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
     return ""
 
 
-def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Callable[[int, str], None]) -> None:
+def _in_processes(
+    jobs: Sequence[PlannedRun], at_once: int, report: OnProgress, ended: Callable[[int, str], None]
+) -> None:
     """A process takes one run after the other. Where one dies, its run is tried once more in a new process."""
     waiting, died = list(range(len(jobs))), Counter[int]()
     idle: list[_Process] = []
@@ -117,7 +109,7 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
                 waiting.remove(i)
                 process = process_at(place, gpus, idle)
                 busy[process.pipe] = process, i
-                process.give(jobs[i])
+                process.give((jobs[i].setup, jobs[i].folder))
             ready = wait(busy)
             for pipe in [p for p in busy if p in ready]:
                 process, i = busy[pipe]
@@ -148,7 +140,7 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
             process.end()
 
 
-def on_gpu(job: Job) -> bool:
+def on_gpu(job: PlannedRun) -> bool:
     return device_of(job.setup) == "cuda"
 
 
@@ -176,8 +168,15 @@ def _serve(pipe: Connection, gpu: str) -> None:
         os.environ[VISIBLE] = gpu  # in time: CUDA reads it when it is first used
     obey()
     pools = Pools()
+
+    def tell(record: RoundRecord) -> None:
+        pipe.send((record, "", share_in_use()))
+
+    def play(setup: Setup, folder: Path) -> None:
+        train(PlannedRun(setup, pools.load(setup), folder), tell)
+
     with contextlib.suppress(EOFError, OSError):
         while True:
-            error = attempt(pipe.recv(), pools, lambda record: pipe.send((record, "", share_in_use())))
+            error = attempt(partial(play, *pipe.recv()))
             torch.cuda.empty_cache()  # for the others on this GPU
             pipe.send((None, error, share_in_use()))

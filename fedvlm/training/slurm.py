@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedvlm.core.records import RoundRecord
-from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
-from fedvlm.training.train import prepare
+from fedvlm.training.planned_run import PlannedRun
 
 HERE = "none"
 POLL = 1.0  # seconds between looks at the folders
@@ -48,12 +46,12 @@ def check(name: str) -> None:
 
 
 def run_elsewhere(
-    jobs: list[Job], at_once: int, pools: Pools, on_round: OnRound, ended: Callable[[int, str], None]
+    jobs: Sequence[PlannedRun], at_once: int, on_round: OnRound, ended: Callable[[int, str], None]
 ) -> None:
     """Runs all that are not finished. Ctrl-C cancels those that were submitted."""
     config = jobs[0].setup.config
     check(config.launcher)
-    waiting = [i for i, job in enumerate(jobs) if not started(job, pools).done]
+    waiting = [i for i, job in enumerate(jobs) if not started(job).done]
     for i in set(range(len(jobs))) - set(waiting):
         ended(i, "")
     commands = [resume_command(jobs[i].folder) for i in waiting]
@@ -76,11 +74,11 @@ def run_elsewhere(
             task.cancel()
 
 
-def started(job: Job, pools: Pools) -> RunFolder:
+def started(job: PlannedRun) -> RunFolder:
     """The run's folder, ready to be resumed; without the launcher, which the resumed run would call again."""
-    setup = job.setup.with_(launcher="none", launch=())
-    pool = pools.load(setup)
-    return RunFolder.start(job.folder, setup, pool, prepare(setup, pool)[1])
+    job = PlannedRun(job.setup.with_(launcher="none", launch=()), job.pool, job.folder)
+    _ = job.method  # an error before anything is submitted
+    return RunFolder.start(job)
 
 
 def resume_command(folder: Path) -> list[str]:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save
 
 from fedvlm.backbones.arithmetic import described
-from fedvlm.config.config import Setup
+from fedvlm.config.config import Config
 from fedvlm.core.adapter import HasDiagnostics
 from fedvlm.core.client_names import counted
 from fedvlm.core.cohort import Carrier, Cohort
 from fedvlm.core.records import UPDATE, Result, RoundRecord
 from fedvlm.core.state import Message, Note, Params, State, is_running_statistic
-from fedvlm.data.clients import Federation, federate
-from fedvlm.data.pool import Pool
+from fedvlm.data.clients import Federation
 from fedvlm.engines.base import Job, device_of
-from fedvlm.errors import FedvlmError, NoQuorum, VoidRound
+from fedvlm.errors import NoQuorum, VoidRound
 from fedvlm.evaluation.views import evaluate, selection
 from fedvlm.privacy.secure.settings import Secure
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
 from fedvlm.system.timing import clock, timed
 from fedvlm.training.folder import SERVER, STATE, RunFolder
-from fedvlm.training.privacy_plan import check_method, check_secure, planned, recorded
-from fedvlm.training.sampling import cohort_size, sampled
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.privacy_plan import recorded
+from fedvlm.training.sampling import sampled
 from fedvlm.training.saved import check_state
 from fedvlm.training.trackers import opened
 
@@ -38,76 +37,36 @@ OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
 
 
-def prepare(setup: Setup, pool: Pool) -> tuple[Method, Federation]:
-    """The method on its federation, or an error before anything is trained."""
-    federation = federate(pool, setup.config, setup.config.seed)
-    return built(setup, pool, federation), federation
-
-
-def built(setup: Setup, pool: Pool, federation: Federation) -> Method:
-    """The method on this federation, or an error."""
-    parts = (setup.adapter, setup.local, setup.merge)
-    privacy = planned(setup, federation)
-    method = Method.build(*parts, pool.task, setup.config.seed, setup.metrics, privacy)
-    if privacy:
-        check_method(method, federation)
-    for name, metric in setup.metrics.items():
-        if setup.adapter.task_type not in metric.task_types:
-            learns = setup.adapter.task_type.description
-            raise FedvlmError(f"metrics={name}: it does not apply to {learns}; leave it out")
-    if federation.pooled and method.newcomer:
-        raise FedvlmError(
-            "partition=pooled has no clients, so nothing can be private; choose an adapter that shares all"
-        )
-    check_secure(setup, method, cohort_size(setup.config, len(federation.seen)))
-    return method
-
-
-def train(setup: Setup, pool: Pool, folder: Path, on_round: OnRound = lambda record: None) -> RunFolder:
-    """Starts the run in this folder, or goes on with it where it stopped."""
+def train(planned: PlannedRun, on_round: OnRound = lambda record: None) -> RunFolder:
+    """Starts the run in its folder, or goes on with it where it stopped."""
+    setup = planned.setup
     torch.set_num_threads(max(1, setup.config.threads))
-    return train_on(setup, pool, *prepare(setup, pool), folder, on_round)
-
-
-def train_on(
-    setup: Setup, pool: Pool, method: Method, federation: Federation, folder: Path, on_round: OnRound
-) -> RunFolder:
-    """The same, of a method and a federation that are known."""
-    run = RunFolder.start(folder, setup, pool, federation)
+    method, federation = planned.method, planned.federation
+    run = RunFolder.start(planned)
     if run.done:
         return run
     with run.locked():
-        run.computed_by({SERVER: described(device_of(setup))})
+        device = device_of(setup)
+        run.computed_by({SERVER: described(device)})
         data = replace(federation.data, rounds=max(1, setup.config.rounds))
         declared = np.diff(data.bounds, axis=1)
         # a median of lengths depends on everybody: one client more could change how all others are shortened
         bound = 0.0 if setup.config.dp == "client" else setup.config.bound
         guard = Guard(method, federation.names, declared, data.extras, bound, run.log)
-        job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup), run.name)
+        job = Job(setup, method, federation, data, run.folder, run.log, guard, device, run.name)
         engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
         try:
-            with opened(setup.config.log, run) as log:
-
-                def tell(record: RoundRecord) -> None:
-                    log(record)
-                    on_round(record)
-
-                play_rounds(setup, method, federation, engine, guard, run, tell)
+            with opened(setup.config.log, run) as trackers:
+                play_rounds(planned, engine, guard, run, (trackers, on_round))
         finally:
             engine.close()
     return run
 
 
 def play_rounds(
-    setup: Setup,
-    method: Method,
-    federation: Federation,
-    engine: Carrier,
-    guard: Guard,
-    run: RunFolder,
-    on_round: OnRound,
+    planned: PlannedRun, engine: Carrier, guard: Guard, run: RunFolder, observers: Sequence[OnRound]
 ) -> None:
-    config = setup.config
+    config, method, federation = planned.setup.config, planned.method, planned.federation
     everybody = np.arange(federation.scored)
     first = method.init(len(federation.names))
     state, start = first, -1
@@ -127,7 +86,7 @@ def play_rounds(
         began = time.perf_counter()
         record: RoundRecord = {"round": round, "bytes_down": 0, "bytes_up": 0}
         if round:
-            cohort = sample(setup, federation, engine, guard, round)
+            cohort = sample(config, federation, engine, guard, round)
             before = state.shared
             try:
                 with timed("rounds"):
@@ -163,7 +122,8 @@ def play_rounds(
         with timed("write"):
             run.append(record)
             run.save(state, round)
-        on_round(record)
+        for observe in observers:
+            observe(record)
         if round == last_round:
             break
     with timed("evaluate"):
@@ -193,10 +153,9 @@ def usable(state: State, before: State) -> State:
     return state
 
 
-def sample(setup: Setup, federation: Federation, engine: Carrier, guard: Guard, round: int) -> Cohort:
+def sample(config: Config, federation: Federation, engine: Carrier, guard: Guard, round: int) -> Cohort:
     """The clients of a round and, in a rehearsal of failures, those that will not answer."""
-    config, able = setup.config, federation.seen
-    privacy = guard.method.privacy
+    able, privacy = federation.seen, guard.method.privacy
     ids, draw = sampled(config, able, round, privacy.seed if privacy else config.seed)
     lost = frozenset(int(i) for i in ids[draw.random(len(ids)) < config.dropout])
     secure = Secure.of(config)

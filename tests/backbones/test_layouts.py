@@ -389,11 +389,11 @@ def test_unit_vectors_in_place_of_raw_embeddings_are_said_and_recorded(siglip, i
 
 def test_mini_clip_on_data_of_ones_own_is_said_once(images, capsys):
     import fedvlm.api
-    from fedvlm.training.planning import checked_outline
+    from fedvlm.training.planning import checked
 
     pools = fedvlm.api.new_pools()
     for method in ("zero-shot", "fedot"):
-        checked_outline(fedvlm.api.chosen(method, {"data": str(images)}), pools)
+        checked(fedvlm.api.chosen(method, {"data": str(images)}), pools)
     assert capsys.readouterr().out.count("hf download openai/clip-vit-base-patch16") == 1
 
 

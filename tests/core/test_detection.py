@@ -16,6 +16,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 levels = st.lists(
     st.integers(-3, 3).map(float), min_size=1, max_size=30
@@ -163,10 +164,11 @@ def test_a_run_records_detection(name, images, outsiders, tmp_path, bytes_only):
     pool = Pools().load(setup)
     outside = pool.extras["outsiders"].x
     assert len(outside) == 12 and list(pool.skipped) == ["outsiders/torn.png"]
-    run = train.train(setup, pool, tmp_path / "run")
+    run = train.train(PlannedRun(setup, pool, tmp_path / "run"))
     last, out = run.record.finished.last, load_file(run.folder / "outputs.safetensors")
     view = "personal" if "personal.logits" in out else "shared"
-    method, federation = train.prepare(setup, pool)
+    planned = PlannedRun(setup, pool)
+    method, federation = planned.method, planned.federation
     rows = Rows(method.newcomer, len(federation.names), run.folder / "rows.bin")
     state, round = run.load()
     each = []
@@ -182,10 +184,10 @@ def test_a_run_records_detection(name, images, outsiders, tmp_path, bytes_only):
     assert last["detection"]["personal"]["auroc"] == last["auroc"] and 0 <= last["fpr95"] <= 1
     assert {"auroc", "fpr95", "energy.auroc", "max-logit.fpr95"} <= set(last["detection"]["newcomer"])
     loop = resolve(name, given | {"engine": "loopback"})
-    again = train.train(loop, Pools().load(loop), tmp_path / "loop").record.finished.last
+    again = train.train(PlannedRun(loop, Pools().load(loop), tmp_path / "loop")).record.finished.last
     assert again["detection"] == last["detection"]
     many = resolve(name, given | {"engine": "stacked", "chunk": 3})
-    beside = train.train(many, Pools().load(many), tmp_path / "many").record.finished.last
+    beside = train.train(PlannedRun(many, Pools().load(many), tmp_path / "many")).record.finished.last
     for view, found in last["detection"].items():
         assert beside["detection"][view] == pytest.approx(found, abs=0.01)
 

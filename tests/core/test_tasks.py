@@ -47,6 +47,7 @@ from fedvlm.predict.export import folder as exported
 from fedvlm.rounds.method import Method
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 
 def pool_of(method: str, **given: object) -> Pool:
@@ -55,7 +56,7 @@ def pool_of(method: str, **given: object) -> Pool:
 
 def run_of(folder: Path, method: str, **given: object) -> RunFolder:
     setup = resolve(method, given)
-    return train.train(setup, Pools().load(setup), folder)
+    return train.train(PlannedRun(setup, Pools().load(setup), folder))
 
 
 def asked(method: Method, data: Data, *ids: int, **message: object) -> Reply:

@@ -20,6 +20,7 @@ from fedvlm.data.source import EMOJI, decode, digest
 from fedvlm.data.store import corrupted
 from fedvlm.errors import FedvlmError
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 FIXED = {
     "defocus_blur",
@@ -223,9 +224,10 @@ def test_a_run_records_the_accuracy_on_corrupted_images(engine, images, tmp_path
     given = {"data": str(images), "corrupt": 2, "rounds": 1, "unseen": "noto", "engine": engine}
     setup = resolve("fedot", given)
     pool = Pools().load(setup)
-    run = train.train(setup, pool, tmp_path / "run")
+    run = train.train(PlannedRun(setup, pool, tmp_path / "run"))
     last, (state, _) = run.record.finished.last, run.load()
-    method, federation = train.prepare(setup, pool)
+    planned = PlannedRun(setup, pool)
+    method, federation = planned.method, planned.federation
     model, params = load("mini-clip"), method.shared_model(state.message())
     for view, clients in (("newcomer", federation.unseen), ("shared", federation.seen)):
         shares = []

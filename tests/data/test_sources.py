@@ -146,7 +146,7 @@ def test_codes_are_warned_of_once(tmp_path, capsys):
     setups = [resolve(m, {"data": str(data), "rounds": 1}) for m in ("fedot", "zero-shot")]
     pools = Pools()
     for setup in setups:
-        planning.checked_outline(setup, pools)
+        planning.checked(setup, pools)
     assert capsys.readouterr().err.count("names=FILE") == 1
 
 
@@ -598,18 +598,18 @@ def test_what_cannot_run_is_refused_before_encoding(images, monkeypatch, capsys,
     monkeypatch.setattr("fedvlm.data.pool.features", refuse)
     given = dict(w.split("=", 1) for w in words[1:])
     with pytest.raises(FedvlmError, match=error):
-        planning.checked_outline(resolve(words[0], {"data": str(images)} | given), Pools())
+        planning.checked(resolve(words[0], {"data": str(images)} | given), Pools())
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_encoding(images, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(FedvlmError, match="device=cuda: torch finds no GPU here"):
-        planning.checked_outline(resolve("fedot", {"data": str(images), "device": "cuda"}), Pools())
+        planning.checked(resolve("fedot", {"data": str(images), "device": "cuda"}), Pools())
 
 
 def test_keys_of_recipes_and_defaults_are_not_refused(images):
-    planning.checked_outline(resolve("fedot", {"data": str(images)}), Pools())
-    planning.checked_outline(resolve("fedot", {"data": str(images), "partition": "domain-iid", "clients": 2}), Pools())
+    planning.checked(resolve("fedot", {"data": str(images)}), Pools())
+    planning.checked(resolve("fedot", {"data": str(images), "partition": "domain-iid", "clients": 2}), Pools())
 
 
 def test_dry_encodes_a_few_images(images, monkeypatch, tmp_path, capsys):
@@ -628,13 +628,13 @@ def test_dry_encodes_a_few_images(images, monkeypatch, tmp_path, capsys):
 def test_a_sample_stands_for_all(tmp_path):
     setup = resolve("fedot", {"data": str(grow(tmp_path / "pets", {"cat": 25, "dog": 25}))})
     pools = Pools()
-    found = sampled(setup, planning.checked_outline(setup, pools))
+    found = sampled(setup, pools.outline(setup))
     whole = pools.load(setup)
     assert found.pool.x.shape == whole.x.shape and found.pool.task.classes == whole.task.classes
     assert found.images == len(whole.x) and found.sample is not None and found.sample.stored == 0
     nearest = (found.pool.x[:1] - whole.x).abs().amax(1).min()
     assert nearest < 1e-5
-    again = sampled(setup, planning.checked_outline(setup, pools)).sample
+    again = sampled(setup, pools.outline(setup)).sample
     assert again is not None and again.stored == 1
 
 

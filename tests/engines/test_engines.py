@@ -42,7 +42,7 @@ from fedvlm.rounds import steps
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps.train import Train
-from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 can_pause = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a process cannot be paused on this system")
 
@@ -88,7 +88,8 @@ def test_every_recipe_answers_through_bytes_as_in_process(name, on, images, tmp_
     """A client built from its own folder, asked and answering in bytes: the same bits as the serial engine, and just
     what was agreed."""
     setup = resolve(name, {"on": on, "data": str(images), "unseen": "openmoji", "rounds": 2, "lr": 0.01})
-    method, federation = train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     data = replace(federation.data, rounds=2)
     guard = guard_of(method, federation, print)
     engine = Loopback(Job(setup, method, federation, data, tmp_path, print, guard))
@@ -129,7 +130,8 @@ class Processes:
 
     def __init__(self, images: Path, folder: Path):
         setup = small_setup(images, timeout=20)
-        self.method, federation = train.prepare(setup, Pools().load(setup))
+        planned = PlannedRun(setup, Pools().load(setup))
+        self.method, federation = planned.method, planned.federation
         self.log: list[str] = []
         self.folder = folder
         self.guard = guard_of(self.method, federation, self.log.append)

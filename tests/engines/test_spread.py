@@ -24,7 +24,8 @@ from fedvlm.engines.rows import Rows
 from fedvlm.engines.spread import Spread
 from fedvlm.errors import FedvlmError
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.train import prepare, train
+from fedvlm.training.planned_run import PlannedRun
+from fedvlm.training.train import train
 
 
 class Thread:
@@ -51,7 +52,7 @@ def threads(monkeypatch) -> None:
 
 def played(method: str, folder: Path, images: Path, **given: object) -> RunFolder:
     setup = resolve(method, {"data": str(images), "rounds": 2, "partition": "iid", "clients": 7} | given)
-    return train(setup, Pools().load(setup), folder)
+    return train(PlannedRun(setup, Pools().load(setup), folder))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,8 @@ def test_without_a_chunk_all_workers_have_something_to_do(images, tmp_path, thre
 
 def opened(folder: Path, images: Path, **given: object) -> Spread:
     setup = resolve("fedot", {"data": str(images), "partition": "iid", "clients": 7} | given)
-    method, federation = prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     folder.mkdir()
     engine = Spread(Job(setup, method, federation, federation.data, folder, print, None), 2)
     engine.start = method.init(7)

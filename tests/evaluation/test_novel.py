@@ -38,8 +38,9 @@ from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
 from fedvlm.rounds import steps
 from fedvlm.rounds.method import Method
-from fedvlm.training import planning, train
+from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 GIVEN = {"protocol": "base-to-novel", "partition": "disjoint", "clients": 2, "rounds": 3, "lr": 0.05, "seed": 7}
 
@@ -60,12 +61,13 @@ def setup_of(images, name="fedot", **given) -> Setup:
 
 def run_of(images, folder, name="fedot", **given) -> RunFolder:
     setup = setup_of(images, name, **given)
-    return train.train(setup, Pools().load(setup), folder)
+    return train.train(PlannedRun(setup, Pools().load(setup), folder))
 
 
 def prepared(images, name="fedot", **given) -> tuple[Method, Federation]:
     setup = setup_of(images, name, **given)
-    return train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    return planned.method, planned.federation
 
 
 def last_of(run: RunFolder) -> RoundRecord:
@@ -290,7 +292,8 @@ def test_side_by_side_as_one_after_the_other(images, tmp_path, name, on):
 
 def test_what_is_agreed_is_a_number_per_class(images):
     setup = setup_of(images, "fedclip")
-    method, federation = train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     for step in ("novel.shared", "novel.personal"):
         schema = steps.find(step).schema(method, federation.data.extras)
         assert {k: f.shape for k, f in schema.values.items()} == {"base": (2,), "novel": (3,)} and not schema.shared
@@ -384,7 +387,7 @@ def test_it_is_another_run_than_without(images, tmp_path):
     with pytest.raises(FedvlmError, match=r"holds another run \(it differs in protocol\)"):
         run_of(images, tmp_path / "run", "fedavg", protocol="one")
     here, there = (setup_of(images, "fedavg", protocol=p) for p in ("base-to-novel", "one"))
-    assert planning.place(here, Pools().load(here)) != planning.place(there, Pools().load(there))
+    assert PlannedRun(here, Pools().load(here)).folder != PlannedRun(there, Pools().load(there)).folder
     data = RunFolder(tmp_path / "run").record.data
     assert tuple(data.classes) == FIVE[:2] and tuple(data.novel) == FIVE[2:]
 
@@ -442,7 +445,7 @@ def test_the_page_draws_them_by_round(bench, tmp_path):
 def test_both_protocols_in_one_table(bench, images, tmp_path):
     """Side by side, each with its own columns, and a method's two rows told apart."""
     setup = resolve("fedclip", {"data": str(images), "unseen": "noto", "rounds": 1})
-    usual = train.train(setup, Pools().load(setup), tmp_path / "usual")
+    usual = train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "usual"))
     found = [RunFolder(p.parent) for p in sorted((bench / "runs").glob("fedclip*/run.json"))]
     table = summarise([usual, *found])
     assert table.columns[1:9] == ["G", "S", "P", "C", *MEASURES]

@@ -27,8 +27,8 @@ from fedvlm.federation.ledger import RECEIVED, entries
 from fedvlm.federation.wire import Header
 from fedvlm.federation.worker import Client
 from fedvlm.rounds.guard import Guard
-from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 HANGS, DIES = "hangs", "dies"
 
@@ -67,7 +67,8 @@ def honest(header, parts):
 class Federation:
     def __init__(self, images, folder):
         setup = small_setup(images, timeout=30, grace=0.2)
-        self.method, federation = train.prepare(setup, Pools().load(setup))
+        planned = PlannedRun(setup, Pools().load(setup))
+        self.method, federation = planned.method, planned.federation
         self.log: list[str] = []
         declared = np.diff(federation.data.bounds, axis=1)
         self.guard = Guard(self.method, federation.names, declared, {}, 5.0, self.log.append)
@@ -177,7 +178,8 @@ def test_frames_are_limited_by_what_is_expected(federation):
 def first_client(images, tmp_path):
     """The folder of a client, and what it is sent first."""
     setup = small_setup(images, rounds=2)
-    method, federation = train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     guard = Guard(method, federation.names, np.diff(federation.data.bounds, axis=1), {})
     engine = Loopback(Job(setup, method, federation, federation.data, tmp_path, print, guard))
     return engine.folders[0], method.init(3).message()

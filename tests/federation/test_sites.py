@@ -27,6 +27,7 @@ from fedvlm.federation.links import Links
 from fedvlm.federation.plan import Agreed, Plan, Ready, packed, unpacked
 from fedvlm.federation.wire import Header, octets, pack, unpack
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
 
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
@@ -111,7 +112,7 @@ class Sites:
 
     def serial(self, plan: Plan) -> RunFolder:
         setup = self.setup.with_(data=str(self.images))
-        return train(setup, Pools().load(setup), self.place / "serial")
+        return train(PlannedRun(setup, Pools().load(setup), self.place / "serial"))
 
     def own_rows(self, style: str, plan: Plan, newcomer: dict, round: int) -> dict:
         path = self.place / style / "runs" / plan.name / "clients" / style / "rows.bin"

@@ -804,7 +804,7 @@ def test_apart_as_in_one(images, tmp_path, bytes_only):
 def test_what_clients_reveal_is_said_before_anything_runs(images, tmp_path, monkeypatch, capsys):
     seen = []
 
-    def nothing_yet(jobs, at_once, pools, report):
+    def nothing_yet(jobs, at_once, report):
         seen.append(capsys.readouterr().err)
         raise FedvlmError("far enough")
 

@@ -33,6 +33,7 @@ from fedvlm.report.effects import effects
 from fedvlm.rounds.method import Method
 from fedvlm.towers.text import TextTower
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 PROMPTS = Outsiders(context=2, count=3)
 
@@ -298,7 +299,7 @@ def test_a_run_from_images_to_a_prediction(images, tmp_path, monkeypatch):
     given = {"data": str(images), "unseen": "noto", "rounds": 2, "count": 3, "context": 2, "shots": 2, "lr": 0.1}
     given |= {"outsiders": str(images / "noto" / "bird"), "template": "an image of a {}"}
     setup = resolve("focoop", given)
-    run = train.train(setup, Pools().load(setup), tmp_path / "run")
+    run = train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "run"))
     record = run.rounds()[-1]
     assert {"acc", "auroc", "fpr95", "effects", "global_share"} <= record.keys() and record["acc"] == record["P"]
     assert 0 < {e.name: e.last for e in effects(run)}["global_share"] < 1

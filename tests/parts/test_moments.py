@@ -45,6 +45,7 @@ from fedvlm.privacy.secure.settings import Secure
 from fedvlm.report.tables import summarise
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
+from fedvlm.training.planned_run import PlannedRun
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ONE = {"strengths": (0.5,), "texts": (2.0,)}  # no choice, so that there is no exchange for it
@@ -562,12 +563,11 @@ def test_every_method_may_centre(images, tmp_path, method):
 
 def test_centring_is_refused_where_there_is_no_mean(images):
     from fedvlm.data.pool import Pools
-    from fedvlm.training import train
 
     torch.set_default_dtype(torch.float32)
     setup = small_setup(images, "fedavg", centre="own", protocol="base-to-novel", unseen="", partition="iid", clients=2)
     with pytest.raises(FedvlmError, match="belong to no client"):
-        train.prepare(setup, Pools().load(setup))
+        _ = PlannedRun(setup, Pools().load(setup)).method
 
 
 def test_the_recipe_is_one_round():

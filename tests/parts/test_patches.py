@@ -34,6 +34,7 @@ from fedvlm.parts.merge.mean import Mean
 from fedvlm.predict.predictor import Predictor
 from fedvlm.rounds.method import Method
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 WORDS = Prompt(context=2)
 RULE = Sgd(lr=0.05, batch=4, epochs=2, momentum=0.5)
@@ -343,10 +344,10 @@ def test_recipes_learn_on_real_images(name, images, tmp_path):
     )
     setup = resolve(name, given | {"domains": 2})
     pool = Pools().load(setup)
-    run = train.train(setup, pool, tmp_path / "run")
+    run = train.train(PlannedRun(setup, pool, tmp_path / "run"))
     start, *_, last = run.rounds()
     assert last["personal"]["train_loss"] < start["personal"]["train_loss"] and 0 <= last["auroc"] <= 1
-    method, _ = train.prepare(setup, pool)
+    method = PlannedRun(setup, pool).method
     predictor = Predictor(load("mini-clip"), method.model, method.initial | method.newcomer, "shared")
     (_, chance), *_ = predictor.predict([Image.open(next((images / "noto" / "bird").iterdir()))])
     assert 0.2 <= chance <= 1

@@ -44,6 +44,7 @@ from fedvlm.privacy.noise import normal, uniform
 from fedvlm.rounds.method import Method
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.privacy_plan import check_method, planned, recorded
 
 dp_accounting = pytest.importorskip("dp_accounting")
@@ -144,7 +145,8 @@ def test_local_noise_has_two_epsilons():
 def test_every_client_is_accounted_by_its_own_rate(images, coarse):
     setup = small_setup(images, "fedavg", dp="example", noise_multiplier=1.0, rounds=4, batch=4, epochs=2)
     pool = Pools().load(setup)
-    method, federation = train.prepare(setup, pool)
+    planned = PlannedRun(setup, pool)
+    method, federation = planned.method, planned.federation
     account, sizes = method.privacy.account, federation.data.counts("train")[federation.seen]
     each = [poisson_epsilon(1.0, 4 / n, 4 * 2 * -(-int(n) // 4), account.delta) for n in sizes]
     assert account.spent(4).epsilon == pytest.approx(max(each))
@@ -233,7 +235,7 @@ def test_one_client_changes_the_sum_by_the_clipping_norm_at_most(images, tmp_pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "Guard", spy)
-        train.train(setup, Pools().load(setup), tmp_path / "run")
+        train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "run"))
     assert seen == [0.0]
 
 
@@ -266,7 +268,7 @@ def test_the_noise_of_models_is_that_of_a_quorum(images):
 
     keys = PRIVATE | {"noise_at": "client", "noise_multiplier": 4.0, "quorum": 0.5}
     setup = small_setup(images, "fedavg", **keys)
-    privacy = train.prepare(setup, Pools().load(setup))[0].privacy
+    privacy = PlannedRun(setup, Pools().load(setup)).method.privacy
     accountant = pld.PLDAccountant()
     accountant.compose(dp_accounting.GaussianDpEvent(4.0 * math.sqrt(3) / 2), 3)  # a replaced client: twice the norm
     assert recorded(privacy, 3).epsilon == pytest.approx(accountant.get_epsilon(privacy.account.delta), rel=1e-3)
@@ -406,8 +408,8 @@ def test_a_resumed_run_is_the_same_and_goes_on_counting(images, tmp_path, coarse
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train.train(setup, Pools().load(setup), tmp_path / "parts", stop)
-    again = train.train(setup, Pools().load(setup), tmp_path / "parts")
+        train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "parts"), stop)
+    again = train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "parts"))
     assert state_of(whole.folder) == state_of(again.folder) and scores(whole) == scores(again)
     assert whole.record.result.privacy == again.record.result.privacy
 
@@ -467,7 +469,7 @@ def test_secure_sums_get_the_same_noise(images, tmp_path):
 def test_keys_that_promise_nothing_are_refused(images, keys, reason):
     setup = small_setup(images, "fedavg", **({"partition": "iid", "clients": 4, "unseen": ""} | keys))
     with pytest.raises(FedvlmError, match=reason):
-        train.prepare(setup, Pools().load(setup))
+        _ = PlannedRun(setup, Pools().load(setup)).method
 
 
 REFUSED = {
@@ -551,12 +553,12 @@ def test_a_missing_library_is_named(images, monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     setup = small_setup(images, "fedavg", **PRIVATE)
     with pytest.raises(FedvlmError, match=r"pip install 'fedvlm\[dp\]'"):
-        train.prepare(setup, Pools().load(setup))
+        _ = PlannedRun(setup, Pools().load(setup)).method
 
 
 def test_a_secret_changes_the_noise_and_does_not_travel(images):
     setup = small_setup(images, "fedavg", **PRIVATE)
-    federation = train.prepare(setup, Pools().load(setup))[1]
+    federation = PlannedRun(setup, Pools().load(setup)).federation
     simulated, deployed = planned(setup, federation), planned(setup, federation, b"32 random bytes")
     assert simulated.secret != deployed.secret and simulated.seed == setup.config.seed != deployed.seed
     assert "secret" not in deployed.plain() and "account" not in deployed.plain() and "random" not in repr(deployed)

@@ -35,6 +35,7 @@ from fedvlm.privacy.secure.messages import HEAD, KINDS, Parameters, pack_records
 from fedvlm.privacy.secure.server import Total, aggregate, draw
 from fedvlm.privacy.secure.settings import Secure, Summation, Summed, fingerprint
 from fedvlm.rounds.method import Method, name_of
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
 
 LENGTH = 50
@@ -774,7 +775,7 @@ def test_clients_in_folders_give_the_sums_of_the_serial_engine_and_no_single_upd
     runs = {}
     for engine in ("serial", "loopback"):
         setup = resolve("fedavg", {"data": str(images), "rounds": 2, "secure": True, "engine": engine})
-        runs[engine] = train(setup, Pools().load(setup), tmp_path / engine)
+        runs[engine] = train(PlannedRun(setup, Pools().load(setup), tmp_path / engine))
     one, other = (run.load()[0].shared for run in runs.values())
     assert all(torch.equal(v, other[k]) for k, v in one.items())
     lines = list(ledger.entries(tmp_path / "loopback" / "clients" / "noto" / ledger.SENT))

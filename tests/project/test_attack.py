@@ -21,6 +21,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.parts.merge.text_server import TextServer
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 SHORT = {"rounds": 4, "tolerance": 2.0, "patience": 1, "rank": 1, "text_rank": 1, "layers": 1, "text_layers": 1}
 SHORT |= {"projections": "q", "updates": 2, "epochs": 1, "batch": 16, "seed": 7, "engine": "serial"}
@@ -30,7 +31,7 @@ SHORT |= {"protocol": "base-to-novel", "partition": "iid", "clients": 2}
 def run_of(images, folder, **how):
     """A short run of FedDTL."""
     setup = resolve("feddtl", SHORT | {"data": str(images)} | how)
-    return train.train(setup, Pools().load(setup), folder)
+    return train.train(PlannedRun(setup, Pools().load(setup), folder))
 
 
 def clusters(classes: int = 5, each: int = 40, dim: int = 32):
@@ -164,7 +165,8 @@ def test_the_attack_uses_what_a_client_would_send(runs, name):
     """Embeddings of the last round from the final model with the client's private parameters; candidates without them."""
     run = RunFolder(runs / name)
     setup = run.setup()
-    method, federation = train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     state, round = run.load()
     shared = with_client_axis(state.shared)
     server = shared | with_client_axis(state.private)
@@ -210,7 +212,8 @@ def test_the_server_embeds_candidates_without_private_parameters(runs):
     assert row["P"] is not None and row["G"] is not None and "hm" not in row
     run = RunFolder(runs / "domains")
     setup = run.setup()
-    method, federation = train.prepare(setup, Pools().load(setup))
+    planned = PlannedRun(setup, Pools().load(setup))
+    method, federation = planned.method, planned.federation
     state, _ = run.load()
     method = method.for_message(state.message())
     server = with_client_axis(state.shared) | with_client_axis(state.private)
@@ -239,7 +242,7 @@ def test_the_command(runs, tmp_path, capsys):
 
 def test_runs_that_cannot_be_attacked_are_errors(images, runs, tmp_path, capsys, monkeypatch):
     setup = resolve("fedavg", {"data": str(images), "unseen": "noto", "rounds": 1})
-    train.train(setup, Pools().load(setup), tmp_path / "fedavg")
+    train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "fedavg"))
     assert main([str(tmp_path / "fedavg")]) == 1
     assert "no embeddings, so there is nothing to match; try a run of feddtl" in capsys.readouterr().err
     assert main([str(tmp_path / "fedavg"), str(runs / "plain")]) == 0

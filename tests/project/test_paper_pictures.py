@@ -16,6 +16,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.predict.finished import Finished
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def trained(images, tmp_path_factory):
     """A linear classifier of two clients and a held-out one."""
     setup = small_setup(images, "fedavg", keep=True)
     pool = Pools().load(setup)
-    run = train.train(setup, pool, tmp_path_factory.mktemp("runs") / "head")
+    run = train.train(PlannedRun(setup, pool, tmp_path_factory.mktemp("runs") / "head"))
     return Finished.of(run, setup, pool)
 
 
@@ -80,7 +81,7 @@ def test_every_picture_is_drawn(trained, images, tmp_path):
         assert [ax.get_title(loc="left") for ax in picture.axes[:2]] == ["one", "two"]
     alone = small_setup(images, "fedavg", keep=False)
     pool = Pools().load(alone)
-    plain = Finished.of(train.train(alone, pool, tmp_path / "plain"), alone, pool)
+    plain = Finished.of(train.train(PlannedRun(alone, pool, tmp_path / "plain")), alone, pool)
     with pytest.raises(FedvlmError, match="needs each client's own model"):
         surface.surface(plain)
 

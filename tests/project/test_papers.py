@@ -270,7 +270,7 @@ def test_a_row_that_cannot_be_run_says_why(pacs, tmp_path, capsys):
 
     part, found, pools = replace(part, rows=(row,)), locate(part, str(pacs)), api.new_pools()
     planned = run.plan(part, found, keys, pools)
-    assert run.execute(planned, 1, pools) == "" and run.costs(planned, pools) == []
+    assert run.execute(planned, 1) == "" and run.costs(planned) == []
     table = run.compared(part, planned, found)
     assert table.rows[0]["paper"] == "50.00" and table.rows[0]["ours"] == "–"
     assert "Ours (other): not in fedvlm: it is a test" in table.notes

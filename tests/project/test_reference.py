@@ -10,6 +10,7 @@ import torch
 from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GIVEN = {
@@ -30,7 +31,7 @@ def test_both_reach_the_same_parameters_where_nothing_is_drawn(method, monkeypat
     import reference  # benchmarks/reference.py
 
     setup, pools = resolve(method, GIVEN), Pools()
-    run = train.train(setup, pools.load(setup), tmp_path / "run")
+    run = train.train(PlannedRun(setup, pools.load(setup), tmp_path / "run"))
     problem = reference.problem_of(setup, pools)
     found = reference.trained(method, problem, reference.settings_of(run), 50)
     state, _ = run.load()

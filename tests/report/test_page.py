@@ -31,6 +31,7 @@ from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import Options, code, html
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
 
 EVIL = '<img src=x onerror="alert(1)">'
@@ -344,7 +345,7 @@ def pictured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
             Image.new("RGB", (300, 200), (20 * k, 0, 0)).save(path)
     run = write(tmp_path / "runs", "fedavg", "art")
     setup = resolve("fedavg", {"data": str(data), "unseen": "art", "rounds": "3"})
-    monkeypatch.setattr(RunFolder, "setup", lambda self, trusted=False, uses=(): setup)
+    monkeypatch.setattr(RunFolder, "setup", lambda self, uses=(): setup)
     label = np.array(labels, int)
     logits = np.eye(2)[label] * np.linspace(0, 3, 36)[:, None]
     where = {"client": np.repeat(np.arange(3), 12), "label": label, "item": np.arange(36)}
@@ -378,7 +379,7 @@ def test_outsiders_are_drawn_as_the_run_scored_them(images: Path, tmp_path: Path
     given = {"data": str(images), "outsiders": str(tmp_path / "others"), "rounds": "0", "unseen": "noto"}
     setup = resolve("zero-shot", given)
     pools = Pools()
-    run = train(setup, pools.load(setup), tmp_path / "run")
+    run = train(PlannedRun(setup, pools.load(setup), tmp_path / "run"))
     said = answers(run)
     assert said is not None
     model = Finished.of(run, setup, pools.load(setup))

@@ -21,6 +21,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.rounds.guard import Guard
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 CLASSES, EACH, ROUNDS, MARGIN = "abcde", 200, 8, 0.05
 REFUSED = ("n = 1e30, update × −1", "n = −0.99 × the others' sum", "all weights NaN", "scores 3,831,417 right answers")
@@ -56,7 +57,7 @@ def play(folder: Path, lying: ModuleType, name: str, patch: pytest.MonkeyPatch) 
 
     patch.setattr(Setup, "engine_class", lambda setup: Engine)
     given = {"partition": "iid", "clients": 10, "rounds": ROUNDS, "lr": 0.3, "epochs": 2, "values": "paper"}
-    return train.train(resolve("fedavg", given), pool(), folder)
+    return train.train(PlannedRun(resolve("fedavg", given), pool(), folder))
 
 
 def accuracy(run: RunFolder) -> float:
@@ -94,7 +95,7 @@ def test_mean_learns_on_beside_a_liar_and_the_record_names_it(name, attacks, hon
 
 @pytest.mark.parametrize("name", REFUSED + SHORTENED)
 def test_the_same_lies_break_mean_without_the_guard(name, attacks, honest_nine, tmp_path, monkeypatch):
-    monkeypatch.setattr(Guard, "accepted", lambda guard, replies, *args: replies)
+    monkeypatch.setattr(Guard, "inspect", lambda *args: None)
     monkeypatch.setattr(train, "usable", lambda state, before: state)
     try:
         found = accuracy(play(tmp_path / "run", attacks, name, monkeypatch))

@@ -31,6 +31,7 @@ from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 ABLE = np.array([0, 1, 2, 3, 4])
 NAMES = tuple("abcdef")
@@ -170,7 +171,8 @@ def test_clients_that_stand_still_do_not_lower_the_bound():
     move[:, 0, 0] = torch.tensor([0.0, 1.0, 0.0, 2.0, 7.9])
     reply = Reply(ABLE, {"n": torch.ones(5), "loss": torch.zeros(5)}, {"head": message.shared["head"] + move})
     guard = guard_for(method, data, bound=4.0)
-    (found,) = guard.accepted(iter([reply]), "train", message, 1)
+    inspection = guard.inspect("train", message, 1)
+    (found,) = [*inspection.passed(reply), *inspection.rest()]
     same(found.shared, reply.shared)
     assert guard.end_round(1) == {}
 
@@ -203,9 +205,9 @@ def test_a_large_cohort_is_bounded_without_holding_all_of_it(monkeypatch):
     method, data = method_and_data()
     guard = guard_for(method, data)
     lying = Lying(Stacked(method, data, 1), stretched(-30), liar=4)
-    replies = guard.accepted(
-        lying.run("train", ABLE, method.init(6).message(), 1, 0), "train", method.init(6).message(), 1
-    )
+    inspection = guard.inspect("train", message := method.init(6).message(), 1)
+    replies = [r for came in lying.run("train", ABLE, message, 1, 0) for r in inspection.passed(came)]
+    replies += inspection.rest()
     assert [int(r.ids[0]) for r in replies] == [0, 1, 2, 3, 4] and set(guard.bounded) == {4}
 
 
@@ -261,8 +263,8 @@ def test_a_resumed_run_does_not_ask_who_is_in_quarantine(images, tmp_path, monke
     whole = train_small(images, tmp_path / "whole", "fedavg", **keys)
     setup = small_setup(images, "fedavg", **keys)
     with pytest.raises(KeyboardInterrupt):
-        train.train(setup, Pools().load(setup), tmp_path / "parts", stop)
-    again = train.train(setup, Pools().load(setup), tmp_path / "parts")
+        train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "parts"), stop)
+    again = train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "parts"))
     assert [len(r.get("quarantined", [])) for r in whole.rounds()] == [0, 0, 0, 1, 1, 1]
     assert scores(again) == scores(whole)
 
@@ -390,7 +392,8 @@ def test_malformed_replies_are_refused_or_harmless(seed):
         reply = wire.to_reply(1, parts)
     except BadMessage:
         return
-    for accepted in GUARD.accepted(iter([reply]), "train", message, 1):
+    inspection = GUARD.inspect("train", message, 1)
+    for accepted in (*inspection.passed(reply), *inspection.rest()):
         assert all(v.isfinite().all() for v in (*accepted.values.values(), *accepted.shared.values()))
         assert 0 < accepted.values["n"].item() <= GUARD.declared[1, 0]
         assert isinstance(header.ticket, int) and isinstance(header.error, str)

@@ -72,8 +72,9 @@ def test_a_value_is_chosen_by_validation_in_the_last_round(tmp_path, monkeypatch
     }
     assert [sweep.score([run]) for run in runs.values()] == pytest.approx([0.65, 0.75, 0.525])
     assert sweep.score([runs[0.1], runs[0.2]]) == pytest.approx(0.7)  # over held-out targets
-    monkeypatch.setattr(sweep, "tried", lambda setups, pools: [[runs[s.local.lr]] for s in setups])
-    (choice,) = sweep.by_grid([(resolve("fedavg", {}), sweep.Search({"lr": list(runs)}))], Pools())
+    monkeypatch.setattr(sweep.Sweep, "tried", lambda self, setups: [[runs[s.local.lr]] for s in setups])
+    setup, search = resolve("fedavg", {}), sweep.Search({"lr": list(runs)})
+    (choice,) = sweep.Sweep([setup], search, Pools()).by_grid([(setup, search)])
     assert choice.point == {"lr": 0.2} and choice.setup.local.lr == 0.2
 
 
@@ -134,7 +135,7 @@ def test_sweeps_that_make_no_sense(given, says):
 def test_a_closed_form_has_no_optimiser_to_sweep(images, capsys):
     setup = resolve("moments", {"data": str(images), "lr": 0.5, "unseen": "noto"})
     assert not {"lr", "local.lr", "batch"} & set(sweep.keys_of(setup)) and "pulls" in sweep.keys_of(setup)
-    planning.checked_outline(setup, Pools())
+    planning.checked(setup, Pools())
     assert "lr= has no effect on moments" in capsys.readouterr().out
 
 

@@ -33,6 +33,7 @@ from fedvlm.towers import products
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers, Towers
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 
 TEXTS = (
     "a photo of a cat.",
@@ -325,7 +326,7 @@ def test_any_template_starts_zero_shot(method, images, tmp_path):
     found = []
     for name, more in (("zero-shot", {}), (method, {"layers": 1, "engine": "serial"})):
         setup = resolve(name, given | more)
-        found.append(train.train(setup, Pools().load(setup), tmp_path / name).record.finished.last)
+        found.append(train.train(PlannedRun(setup, Pools().load(setup), tmp_path / name)).record.finished.last)
     assert all(found[0][k] == pytest.approx(found[1][k], abs=0.02) for k in ("local", "base", "novel"))
     assert found[0]["personal"]["val_loss"] == pytest.approx(found[1]["personal"]["val_loss"], abs=1e-4)
 

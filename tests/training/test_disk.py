@@ -23,6 +23,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.system import files, machine
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 
 MODES = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
 
@@ -77,8 +78,8 @@ def test_the_code_of_ones_own_parts_is_written_again_as_a_whole(trials, tmp_path
     setup = resolve("fedavg", {"data": trials.setup.config.data, "adapter": str(idea), "rounds": 1})
     for room in (0, 700, 1700):
         with pytest.raises(FedvlmError, match="No space left"), Disk(run, room):
-            train.train(setup, trials.pool, run)
-    assert train.train(setup, trials.pool, run).done
+            train.train(PlannedRun(setup, trials.pool, run))
+    assert train.train(PlannedRun(setup, trials.pool, run)).done
     assert (run / "code" / "adapter" / "idea.py").read_text() == idea.read_text()
 
 
@@ -150,7 +151,7 @@ def test_a_state_without_a_checksum_is_refused(metadata, trials, tmp_path):
 
 def test_a_state_of_another_run_is_refused(trials, tmp_path):
     run, other = cut(trials, tmp_path / "run"), tmp_path / "other"
-    train.train(trials.setup.with_(seed=7), trials.pool, other)
+    train.train(PlannedRun(trials.setup.with_(seed=7), trials.pool, other))
     (run.folder / "state.safetensors").write_bytes((other / "state.safetensors").read_bytes())
     with pytest.raises(FedvlmError, match="of another run"):
         trials.run(run.folder)

@@ -23,6 +23,7 @@ from fedvlm.data.partition import iid
 from fedvlm.data.pool import Pools
 from fedvlm.privacy import noise
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.sampling import sampled
 
 pytest.importorskip("cryptography")
@@ -85,7 +86,7 @@ def test_no_key_is_drawn_from_twice(drawn, bytes_only, images, tmp_path, mode):
     setup = small_setup(images, method, **small | keys)
     pool = Pools().load(setup)
     drawn.clear()  # parts are tried out before the run's seed is known
-    train.train(setup, pool, tmp_path / "run")
+    train.train(PlannedRun(setup, pool, tmp_path / "run"))
     cohorts = [key for key in drawn if key[:2] == (setup.config.seed, COHORT)]
     assert len(cohorts) == 2 and {key[1] for key in drawn} > set(purposes)
     if setup.config.dp != "none":  # the account asks in advance who will be asked

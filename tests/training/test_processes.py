@@ -15,7 +15,7 @@ from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.processes import run_all
 
 DEADLY = '''"""Dies while it trains, in the middle of a record on the pipe to its parent."""
@@ -50,12 +50,17 @@ def setup(points: Path, **keys: object) -> Setup:
     return resolve("fedot", {"data": str(points), "partition": "iid", "clients": 3, "rounds": 4, "lr": 0.05, **keys})
 
 
-def jobs(points: Path, folder: Path) -> list[Job]:
-    return [Job(setup(points, seed=s), folder / str(s)) for s in (1, 2, 3)]
+def planned_run(points: Path, folder: Path, **keys: object) -> PlannedRun:
+    one = setup(points, **keys)
+    return PlannedRun(one, Pools().load(one), folder)
+
+
+def jobs(points: Path, folder: Path) -> list[PlannedRun]:
+    return [planned_run(points, folder / str(s), seed=s) for s in (1, 2, 3)]
 
 
 def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bits(points, tmp_path):
-    whole = run_all(jobs(points, tmp_path / "whole"), 1, Pools(), lambda i, record, error: None)
+    whole = run_all(jobs(points, tmp_path / "whole"), 1, lambda i, record, error: None)
     killed: list[int] = []
     told: list[tuple[int, str]] = []
 
@@ -66,7 +71,7 @@ def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bit
             killed.append(i)
             multiprocessing.active_children()[0].kill()
 
-    cut = run_all(jobs(points, tmp_path / "cut"), 2, Pools(), kill_one)
+    cut = run_all(jobs(points, tmp_path / "cut"), 2, kill_one)
     assert killed and sorted(told) == [(i, "") for i in range(3)]
     for one, other in zip(whole, cut, strict=True):
         assert one.done and scores(one) == scores(other)
@@ -80,11 +85,11 @@ def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bit
 def test_a_run_that_always_dies_is_named_and_the_others_finish(points, tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY)
     planned = jobs(points, tmp_path)
-    planned[0] = Job(setup(points, local=str(tmp_path / "deadly.py")), tmp_path / "deadly")
+    planned[0] = planned_run(points, tmp_path / "deadly", local=str(tmp_path / "deadly.py"))
     with pytest.raises(
         FedvlmError, match=r"^1 of 3 runs failed:\n  deadly: its process died twice \(exit code 3\)"
     ) as e:
-        run_all(planned, 2, Pools(), lambda i, record, error: None)
+        run_all(planned, 2, lambda i, record, error: None)
     assert [run.folder for run in e.value.finished] == [job.folder for job in planned[1:]]
     assert all(RunFolder(job.folder).done for job in planned[1:]) and not RunFolder(tmp_path / "deadly").done
     assert not multiprocessing.active_children()

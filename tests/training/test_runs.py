@@ -18,12 +18,13 @@ from helpers import scores, small_setup, train_small
 
 from fedvlm import api
 from fedvlm.backbones.arithmetic import arithmetic
+from fedvlm.config.config import Setup
 from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training import train
-from fedvlm.training.folder import RunFolder, folder_name
-from fedvlm.training.planning import Job
+from fedvlm.training.folder import RunFolder
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.processes import run_all
 
 
@@ -130,12 +131,12 @@ def test_other_weights_under_the_old_name_are_another_run(images, tmp_path):
     setup = small_setup(images)
     pool = Pools().load(setup)
     name, _, mark = pool.backbone.rpartition("@")
-    marks = {folder_name(setup, one) for one in (pool, replace(pool, backbone=f"{name}@{mark[::-1]}"))}
-    marks.add(folder_name(setup, replace(pool, fingerprint=pool.fingerprint[::-1])))
+    marks = {PlannedRun(setup, one).name for one in (pool, replace(pool, backbone=f"{name}@{mark[::-1]}"))}
+    marks.add(PlannedRun(setup, replace(pool, fingerprint=pool.fingerprint[::-1])).name)
     assert len(marks) == 3
-    train.train(setup, pool, tmp_path / "run")
+    train.train(PlannedRun(setup, pool, tmp_path / "run"))
     with pytest.raises(FedvlmError, match="holds another run"):
-        train.train(setup, replace(pool, backbone=f"{name}@{mark[::-1]}"), tmp_path / "run")
+        train.train(PlannedRun(setup, replace(pool, backbone=f"{name}@{mark[::-1]}"), tmp_path / "run"))
 
 
 def test_an_idea_that_was_edited_is_another_run(images, tmp_path):
@@ -227,11 +228,11 @@ def test_a_run_says_with_what_it_was_computed_and_where_that_changed(images, tmp
             raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):
-        train.train(whole, Pools().load(whole), run.folder, stop)
+        train.train(PlannedRun(whole, Pools().load(whole), run.folder), stop)
     here = str(arithmetic())
     assert run.record.processors == {"server": [here]} and arithmetic().mark in here
     monkeypatch.setattr(train, "described", lambda device: "oneDNN, AVX2, on another processor (00000000)")
-    train.train(whole, Pools().load(whole), run.folder)
+    train.train(PlannedRun(whole, Pools().load(whole), run.folder))
     assert run.done and run.record.processors == {"server": [here, "oneDNN, AVX2, on another processor (00000000)"]}
     run.computed_by({"server": here})
     assert run.record.processors["server"][2:] == [here]
@@ -292,16 +293,20 @@ def test_no_global_random_state_is_used(images, tmp_path):
 
 def test_nothing_to_run_is_done():
     """Every learning rate chosen already: a benchmark asks for no runs, and gets none."""
-    assert len(api.execute([], 4, Pools())) == 0
+    assert len(api.execute([], 4)) == 0
+
+
+def planned_run(setup: Setup, folder: Path) -> PlannedRun:
+    return PlannedRun(setup, Pools().load(setup), folder)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_of_several_runs_one_that_fails_is_named_and_the_others_finish(at_once, images, tmp_path):
-    good = [Job(small_setup(images, seed=s), tmp_path / f"good-{s}") for s in (1, 2)]
-    bad = Job(small_setup(images, dropout=1.0, rounds=8), tmp_path / "bad")
+    good = [planned_run(small_setup(images, seed=s), tmp_path / f"good-{s}") for s in (1, 2)]
+    bad = planned_run(small_setup(images, dropout=1.0, rounds=8), tmp_path / "bad")
     told: list[tuple[int, RoundRecord | None, str]] = []
     with pytest.raises(FedvlmError, match=r"1 of 3 runs failed:\n  bad: 3 rounds in a row") as caught:
-        run_all([good[0], bad, good[1]], at_once, Pools(), lambda i, record, error: told.append((i, record, error)))
+        run_all([good[0], bad, good[1]], at_once, lambda i, record, error: told.append((i, record, error)))
     assert "good" not in str(caught.value)
     assert all(RunFolder(job.folder).done for job in good) and not RunFolder(bad.folder).done
     assert {(i, error.split(";")[0]) for i, record, error in told if record is None} == {
@@ -314,7 +319,8 @@ def test_of_several_runs_one_that_fails_is_named_and_the_others_finish(at_once, 
 
 
 def test_runs_that_fail_alike_are_told_once(images, tmp_path):
-    jobs = [Job(small_setup(images, dropout=1.0, rounds=8, seed=s), tmp_path / f"bad-{s}") for s in (1, 2)]
+    setups = {s: small_setup(images, dropout=1.0, rounds=8, seed=s) for s in (1, 2)}
+    jobs = [planned_run(setup, tmp_path / f"bad-{s}") for s, setup in setups.items()]
     with pytest.raises(FedvlmError, match=r"^2 of 2 runs failed:\n  bad-1, bad-2: 3 rounds in a row") as caught:
-        run_all(jobs, 1, Pools(), lambda i, record, error: None)
+        run_all(jobs, 1, lambda i, record, error: None)
     assert str(caught.value).count("\n") == 1

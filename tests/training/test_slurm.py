@@ -16,7 +16,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training import processes, slurm
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planned_run import PlannedRun
 
 
 class Cluster:
@@ -56,9 +56,10 @@ def cluster(monkeypatch) -> Cluster:
     return found
 
 
-def jobs_of(images, folder, **more) -> list[Job]:
+def jobs_of(images, folder, **more) -> list[PlannedRun]:
     given = {"data": str(images), "rounds": 2, "launcher": "slurm", "launch": "cpus_per_task:4,slurm_partition:gpu"}
-    return [Job(resolve("fedclip", given | more | {"seed": s}), folder / str(s)) for s in (1, 2)]
+    setups = [resolve("fedclip", given | more | {"seed": s}) for s in (1, 2)]
+    return [PlannedRun(setup, Pools().load(setup), folder / str(setup.config.seed)) for setup in setups]
 
 
 def test_runs_elsewhere_are_the_runs_here(images, tmp_path, cluster):
@@ -67,25 +68,25 @@ def test_runs_elsewhere_are_the_runs_here(images, tmp_path, cluster):
     def report(i, record, error):
         told.append((i, -1 if record is None else record["round"]))
 
-    found = processes.run_all(jobs_of(images, tmp_path / "there"), 0, Pools(), report)
+    found = processes.run_all(jobs_of(images, tmp_path / "there"), 0, report)
     assert all(words[1:4] == ["-m", "fedvlm.cli", "resume"] for words in cluster.sent) and len(cluster.sent) == 2
     assert all(isinstance(word, str) for words in cluster.sent for word in words)
     assert cluster.options == {"cpus_per_task": 4, "slurm_partition": "gpu"}
     assert [n for i, n in told if i == 0] == [0, 1, 2, -1]
     assert found[0].record.config["launcher"] == "none"  # else it would be sent on from there
-    here = processes.run_all(jobs_of(images, tmp_path / "here", launcher="none"), 1, Pools(), lambda *_, **__: None)
+    here = processes.run_all(jobs_of(images, tmp_path / "here", launcher="none"), 1, lambda *_, **__: None)
     for a, b in zip(found, here, strict=True):
         same(a.load()[0].shared, b.load()[0].shared)
-    processes.run_all(jobs_of(images, tmp_path / "there"), 0, Pools(), report)
+    processes.run_all(jobs_of(images, tmp_path / "there"), 0, report)
     assert len(cluster.sent) == 2 and not cluster.cancelled  # finished runs are not sent again
 
 
 def test_a_job_that_fails_is_told_and_one_that_is_lost_goes_on(images, tmp_path, cluster):
     cluster.fails = "Traceback …\nSomeError: fedvlm: the disk is full\n- /logs/1.out"
     with pytest.raises(FedvlmError, match="2 of 2 runs failed:\n  1, 2: the disk is full"):
-        processes.run_all(jobs_of(images, tmp_path), 0, Pools(), lambda *_, **__: None)
+        processes.run_all(jobs_of(images, tmp_path), 0, lambda *_, **__: None)
     cluster.fails = ""
-    found = processes.run_all(jobs_of(images, tmp_path), 0, Pools(), lambda *_, **__: None)
+    found = processes.run_all(jobs_of(images, tmp_path), 0, lambda *_, **__: None)
     assert all(run.done for run in found) and len(cluster.sent) == 4
 
 
@@ -94,7 +95,7 @@ def test_ctrl_c_cancels_what_was_submitted(images, tmp_path, cluster):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        processes.run_all(jobs_of(images, tmp_path), 0, Pools(), stop)
+        processes.run_all(jobs_of(images, tmp_path), 0, stop)
     assert cluster.cancelled == [0, 1]
 
 

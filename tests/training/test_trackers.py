@@ -12,6 +12,7 @@ from helpers import small_setup
 from fedvlm.cli import main
 from fedvlm.data.pool import Pools
 from fedvlm.training import train
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.trackers import numbers
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -44,7 +45,7 @@ def test_one_that_is_missing_is_named_before_anything_is_encoded(name, images, t
 def test_nothing_is_imported_unless_asked_for(images, tmp_path):
     before = set(sys.modules)
     setup = small_setup(images, "fedavg", rounds=1)
-    train.train(setup, Pools().load(setup), tmp_path / "run")
+    train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "run"))
     assert not {*TRACKERS, *(f"fedvlm.training.trackers.{name}" for name in TRACKERS)} & (sys.modules.keys() - before)
 
 
@@ -54,7 +55,7 @@ def test_the_rounds_are_in_the_trackers_files(name, images, tmp_path, monkeypatc
     for variable in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(variable, raising=False)
     setup = small_setup(images, "fedavg", rounds=2, log=name)
-    run = train.train(setup, Pools().load(setup), tmp_path / "run")
+    run = train.train(PlannedRun(setup, Pools().load(setup), tmp_path / "run"))
     wanted = [(r["round"], pytest.approx(r["P"], abs=1e-6)) for r in run.rounds()]
     assert len(wanted) == 3
     if name == "tensorboard":

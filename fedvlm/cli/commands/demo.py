@@ -16,8 +16,8 @@ from fedvlm.system import console
 def main(args: argparse.Namespace) -> None:
     began = time.monotonic()
     given = {**DEFAULTS, **key_values(args.pairs)}
-    setups, pools = [resolve(m, given) for m in METHODS], api.new_pools()
-    runs = api.execute(api.plan(setups, pools), setups[0].config.jobs, pools)
+    setups = [resolve(m, given) for m in METHODS]
+    runs = api.execute(api.plan(setups, api.new_pools()), setups[0].config.jobs)
     show_table(runs, args)
     conclude(runs.files, Path(setups[0].config.out) / "demo.png")
     console.note(f"{time.monotonic() - began:.0f} s in all")

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedvlm import api
 from fedvlm.api import Runs
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console, files
 
-if TYPE_CHECKING:
-    from fedvlm.data.pool import Pools
-    from fedvlm.training.planning import Job
 
-
-def run_and_show(
-    jobs: list[Job], at_once: int, pools: Pools, args: argparse.Namespace, notes: Sequence[str] = ()
-) -> Runs:
-    """Runs them and prints their table, with these notes; where some fail, the table of the others, and then the error."""
+@contextlib.contextmanager
+def failures_shown(args: argparse.Namespace, notes: Sequence[str] = ()) -> Iterator[None]:
+    """Where some of several runs fail, print the table of the others, with these notes, before the error."""
     from fedvlm.training.processes import RunsFailed  # imports torch
 
     try:
-        runs = Runs(api.execute(jobs, at_once, pools).members, notes)
+        yield
     except RunsFailed as error:
         if error.finished:
             write_table(Runs([api.Run(folder) for folder in error.finished], notes), args)
         raise
-    show_table(runs, args)
-    return runs
 
 
 def show_table(runs: Runs, args: argparse.Namespace) -> None:

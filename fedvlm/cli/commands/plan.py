@@ -6,20 +6,25 @@ from collections.abc import Iterable
 
 from fedvlm.config.config import Setup
 from fedvlm.data.clients import Federation, partition_of, table
-from fedvlm.data.sample import Sampled
+from fedvlm.data.pool import Pools
+from fedvlm.data.sample import Sampled, sampled
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.formatting import counted, duration, size
-from fedvlm.training import planning, train
+from fedvlm.training import planning
+from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.privacy_plan import recorded
 
 MOST_ROWS, MOST_CLASSES = 40, 12
 
 
-def show_plan(setup: Setup, found: Sampled) -> None:
-    jobs = planning.single_runs(setup, found.pool)
-    setup = jobs[0]
-    method, federation = train.prepare(setup, found.pool)
+def show_plan(setup: Setup) -> None:
+    pools = Pools()
+    planning.checked(setup, pools)
+    found = sampled(setup, pools.outline(setup))
+    runs = planning.single_runs(setup, found.pool)
+    first = PlannedRun(runs[0], found.pool)
+    setup, method, federation = first.setup, first.method, first.federation
     show_clients(federation)
     kind = partition_of(setup.config, found.pool.source.items)
     chosen = " (chosen for this data)" if setup.config.partition == "auto" else ""
@@ -28,11 +33,11 @@ def show_plan(setup: Setup, found: Sampled) -> None:
     )
     show_encoding(found)
     if federation.task.novel:
-        show_novel(setup, method, federation)
-    cost = planning.estimate(method, federation, setup)
-    total = cost.seconds * setup.config.rounds * len(jobs)
+        show_novel(first)
+    cost = planning.estimate(first)
+    total = cost.seconds * setup.config.rounds * len(runs)
     console.out.print(
-        f"{counted(len(jobs), 'run')} × {counted(setup.config.rounds, 'round')}; a round asks {cost.asked} clients: "
+        f"{counted(len(runs), 'run')} × {counted(setup.config.rounds, 'round')}; a round asks {cost.asked} clients: "
         f"{size(cost.down)} down, {size(cost.up)} up, about {duration(cost.seconds)} "
         f"({duration(total)} in all, one after the other)"
     )
@@ -73,15 +78,12 @@ def show_clients(federation: Federation) -> None:
         console.note(f"… and {len(federation.names) - MOST_ROWS} more clients")
 
 
-def show_novel(setup: Setup, method: Method, federation: Federation) -> None:
-    closed = (
-        ""
-        if "novel" in method.base_and_novel
-        else (f", which adapter={setup.parts['adapter'].name} cannot be asked about")
-    )
-    extras = federation.data.extras
+def show_novel(run: PlannedRun) -> None:
+    able = "novel" in run.method.base_and_novel
+    closed = "" if able else f", which adapter={run.setup.parts['adapter'].name} cannot be asked about"
+    extras = run.federation.data.extras
     images = " and ".join(f"{len(extras[half].x)} of {half}" for half in ("base", "novel"))
-    novel = federation.task.novel
+    novel = run.federation.task.novel
     assert novel is not None
     console.out.print(f"nobody trains on {len(novel.classes)} novel classes{closed}; test images: {images} classes")
 

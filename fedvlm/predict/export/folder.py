@@ -7,6 +7,7 @@ possible: code/ (an adapter of the user's own) · classifier.safetensors · back
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,6 @@ def export(
     folder: Path,
     client: str = "",
     backbone: Backbone | None = None,
-    trusted: bool = False,
     extras: Extras = Extras(),  # noqa: B008 (it cannot be changed)
 ) -> list[str]:
     """Writes a folder that needs no run: the adapter, its settings and code, a card and an example; returns the files'
@@ -73,7 +73,7 @@ def export(
     with files.writing(folder):
         if folder.exists() and any(folder.iterdir()):
             raise FedvlmError(f"{folder} is not empty; export to a new folder")
-    predictor = from_run(run, client, backbone, trusted)
+    predictor = from_run(run, client, backbone)
     if extras.backbone:
         files_of(predictor.backbone)  # an error before anything is written
     about = described(run, predictor)
@@ -131,12 +131,47 @@ def read_record(folder: Path) -> ExportRecord:
         ) from error
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A folder that `export` wrote, and whether it may do what one from others would do here (trust.py)."""
+
+    folder: Path
+    about: ExportRecord
+    trusted: bool
+
+    @property
+    def place(self) -> str:
+        """Where its backbone is: inside the folder, or at the recorded place."""
+        inside = self.folder / BACKBONE
+        return str(inside) if inside.is_dir() else self.about.backbone.name
+
+    def with_encoder(self, backbone: Backbone | None) -> tuple[Adapter, Backbone]:
+        """The adapter, and the given backbone or its own."""
+        adapter = self.adapter(AXES)  # whatever is wrong there, another backbone is no way out of it
+        if backbone is not None:
+            return adapter, backbone
+        try:
+            return self.adapter(PREDICTS), backbones.load(self.place)
+        except FedvlmError as error:
+            mark = printable(self.about.backbone.fingerprint, 40)
+            raise FedvlmError(
+                f"{error}. Or give the same weights (fingerprint {mark}) from another place: "
+                "fedvlm.load(FOLDER, backbone=PLACE), `fedvlm predict FOLDER IMAGE --backbone PLACE`"
+            ) from error
+
+    def adapter(self, uses: tuple[str, ...]) -> Adapter:
+        part = self.about.adapter
+        codes = {"adapter": user_code.stored(self.folder / "code" / "adapter", part.code)} if part.code else {}
+        setup = Setup(self.about.method, Config(backbone=self.place), {"adapter": part}, codes=codes)
+        return admitted(setup, self.folder, self.trusted, uses).adapter
+
+
 def load(folder: str | Path, backbone: Backbone | None = None, trusted: bool = False) -> Predictor:
     """What `export` wrote, ready to predict; `backbone` replaces the recorded one, which must have the same weights."""
     folder = Path(folder)
     weights = folder / "adapter.safetensors"
     about = read_record(folder)
-    adapter, encoder = with_encoder(about, folder, backbone, trusted)
+    adapter, encoder = Exported(folder, about, trusted).with_encoder(backbone)
     check_fingerprint(encoder, about.backbone.fingerprint, str(folder))
     try:
         params = {k: aligned(v) for k, v in load_file(weights).items()}
@@ -154,28 +189,3 @@ def load(folder: str | Path, backbone: Backbone | None = None, trusted: bool = F
     if about.whose == "shared" and (doubt := far_below(about.scores)):
         console.warn(f"{folder}: {doubt}; for one of those, export the run again with --client NAME")
     return Predictor(encoder, Model(adapter, task), params, about.whose)
-
-
-def with_encoder(
-    about: ExportRecord, folder: Path, backbone: Backbone | None, trusted: bool
-) -> tuple[Adapter, Backbone]:
-    """The adapter, and the given backbone, the one inside the folder, or the one at the recorded place."""
-    place = str(folder / BACKBONE) if (folder / BACKBONE).is_dir() else about.backbone.name
-    if backbone is not None:
-        return adapter_of(about, folder, place, AXES, trusted), backbone
-    adapter_of(about, folder, place, AXES, trusted)  # whatever is wrong there, another backbone is no way out of it
-    try:
-        return adapter_of(about, folder, place, PREDICTS, trusted), backbones.load(place)
-    except FedvlmError as error:
-        mark = printable(about.backbone.fingerprint, 40)
-        raise FedvlmError(
-            f"{error}. Or give the same weights (fingerprint {mark}) from another place: "
-            "fedvlm.load(FOLDER, backbone=PLACE), `fedvlm predict FOLDER IMAGE --backbone PLACE`"
-        ) from error
-
-
-def adapter_of(about: ExportRecord, folder: Path, place: str, uses: tuple[str, ...], trusted: bool) -> Adapter:
-    part = about.adapter
-    codes = {"adapter": user_code.stored(folder / "code" / "adapter", part.code)} if part.code else {}
-    setup = Setup(about.method, Config(backbone=place), {"adapter": part}, codes=codes)
-    return admitted(setup, folder, trusted, uses).adapter
