@@ -21,6 +21,7 @@ from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Purp
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import user_code
+from fedvlm.parts.failures import explained
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -266,7 +267,8 @@ class Setup:
 
     def _build(self, kind: str, home: str) -> object:
         settings = self.parts[home].settings
-        return self._class(kind, home)(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        with explained(f"making the {kind} from its settings"):
+            return self._class(kind, home)(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
     def __getstate__(self) -> dict[str, object]:
         """Plain data only: parts of the user's own cannot be pickled, and are built again from their code."""

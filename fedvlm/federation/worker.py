@@ -82,6 +82,7 @@ class ClientRecord:
     id: int = 0
     bounds: list[int] = field(default_factory=list)
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)  # home → the folder that the user's own part was read from
     classes: list[str] = field(default_factory=list)
     phrases: list[str] = field(default_factory=list)
     nouns: list[str] = field(default_factory=list)
@@ -101,6 +102,7 @@ def write_folder(folder: Path, about: ClientRecord, setup: Setup, task: Task, da
         "id": int(data.ids[0]),
         "bounds": data.bounds[0].tolist(),
         "parts": {home: asdict(part) for home, part in setup.parts.items()},
+        "origins": {home: code.origin for home, code in setup.codes.items()},
         "classes": task.classes,
         "phrases": task.phrases,
         "nouns": task.nouns,
@@ -132,7 +134,11 @@ class Client:
             {k: aligned(v) for k, v in load_file(folder / f"{name}.safetensors").items()} for name in ("public", "data")
         )
         records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
-        codes = {home: user_code.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
+        codes = {
+            h: user_code.stored(folder / "code" / h, p.code, about.origins.get(h, ""))
+            for h, p in records.items()
+            if p.code
+        }
         setup = Setup(MethodRecord("client"), Config(), records, codes=codes)
         needed = setup.adapter.requires
         tower = tower_of(backbones.load(about.backbone), needed) if needed else None
@@ -153,7 +159,9 @@ class Client:
         with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
             self.epoch = last_epoch(folder) + 1
             files.write(folder / EPOCH, str(self.epoch).encode())
-        self.engine = Stacked(method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process)
+        self.engine = Stacked(
+            method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
+        )
 
     def _warn(self, text: str) -> None:
         self.warning = text

@@ -134,14 +134,17 @@ def place(setup: Setup, pool: Pool) -> Path:
 
 def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     """What a round will send and take: bytes are exact (except for uploads of any length and the reference model of a later
-    stage), seconds are extrapolated from a few timed batches."""
+    stage), seconds are extrapolated from a few timed batches of two clients of
+    different size."""
     able = federation.seen
     asked = max(1, int(np.ceil(setup.config.participation * len(able))))
     sizes = federation.data.counts("train")
-    first = int(able[sizes[able].argmax()])
-    few = min(int(sizes[first]), 8 * setup.local.batch)
-    low = int(federation.data.bounds[first, 0])
-    sample = replace(federation.data, bounds=np.array([[low, low + few, low + few, low + few]]), ids=np.array([first]))
+    tried = able[np.argsort(-sizes[able], kind="stable")][[0, -1]]  # the largest and the smallest client, side by side
+    most = min(int(sizes[tried[0]]), 8 * setup.local.batch)
+    lengths = np.array([most, max(1, min(int(sizes[tried[1]]), most - 1))])
+    few, low = int(lengths.sum()), federation.data.bounds[tried, 0]
+    bounds = np.stack([low, *[low + lengths] * 3], axis=1)
+    sample = replace(federation.data, bounds=bounds, ids=tried)
     state = method.init(len(federation.names))
     message = state.message()
     ready = method.for_message(message)
@@ -149,9 +152,10 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     took = []
     for _ in range(2):  # the first time warms up
         began = time.perf_counter()
-        answer = steps.find("train").run(ready, copy_per_client(method.newcomer, 1), message, sample, {})
+        rows = copy_per_client(method.newcomer, len(tried))
+        answer = steps.run("train", ready, rows, message, sample, {}, federation.names.__getitem__)
         trained = time.perf_counter()
-        steps.find("score").run(ready, answer.own, message, sample, {})
+        steps.run("score", ready, answer.own, message, sample, {}, federation.names.__getitem__)
         took.append((trained - began, time.perf_counter() - trained))
     train, score = took[-1]
     share = asked / len(able)

@@ -20,6 +20,7 @@ from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import device_of
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.failures import fault_of
 from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
 from fedvlm.system.interrupts import stoppable
@@ -97,8 +98,8 @@ def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
         train(job.setup, pools.load(job.setup), job.folder, on_round)
     except FedvlmError as error:
         return str(error)
-    except (Exception, SystemExit) as error:  # a defect in one run does not end the others
-        return f"{type(error).__name__}: {error} (a defect; `fedvlm run` it alone with --debug)"
+    except (Exception, SystemExit) as error:  # a fault in one run does not end the others
+        return f"{fault_of(error)}; `fedvlm run` it alone with --debug shows more"
     return ""
 
 

@@ -24,6 +24,7 @@ from fedvlm.data.pool import Pool
 from fedvlm.engines.base import Job, device_of
 from fedvlm.errors import FedvlmError, NoQuorum, VoidRound
 from fedvlm.evaluation.views import evaluate, selection
+from fedvlm.parts.failures import explained
 from fedvlm.privacy.secure.settings import Secure
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
@@ -48,7 +49,8 @@ def built(setup: Setup, pool: Pool, federation: Federation) -> Method:
     """The method on this federation, or an error."""
     parts = (setup.adapter, setup.local, setup.merge)
     privacy = planned(setup, federation)
-    method = Method.build(*parts, pool.task, setup.config.seed, setup.metrics, privacy)
+    with explained("building the method"):
+        method = Method.build(*parts, pool.task, setup.config.seed, setup.metrics, privacy)
     if privacy:
         check_method(method, federation)
     for name, metric in setup.metrics.items():
@@ -84,7 +86,8 @@ def train_on(
         bound = 0.0 if setup.config.dp == "client" else setup.config.bound
         guard = Guard(method, federation.names, declared, data.extras, bound, run.log)
         job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup), run.name)
-        engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
+        with explained("opening the engine"):
+            engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
         try:
             with opened(setup.config.log, run) as log:
 
@@ -109,7 +112,8 @@ def play_rounds(
 ) -> None:
     config = setup.config
     everybody = np.arange(federation.scored)
-    first = method.init(len(federation.names))
+    with explained("the state before the first round"):
+        first = method.init(len(federation.names))
     state, start = first, -1
     if saved := run.load():
         state, start = saved
@@ -130,7 +134,7 @@ def play_rounds(
             cohort = sample(setup, federation, engine, guard, round)
             before = state.shared
             try:
-                with timed("rounds"):
+                with timed("rounds"), explained(f"round {round}"):
                     state, void = usable(method.round(state, cohort), state), 0
             except VoidRound as lack:  # an outage passes: the shared model stays as it is
                 void += 1
@@ -149,7 +153,7 @@ def play_rounds(
         if round == last_round or round % config.evaluate_every == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
-                with timed("evaluate"):
+                with timed("evaluate"), explained(f"the evaluation of round {round}"):
                     record |= evaluate(method, federation, check, state.message(), config.personal_split)
             except NoQuorum as lack:
                 if round == last_round:
@@ -166,7 +170,7 @@ def play_rounds(
         on_round(record)
         if round == last_round:
             break
-    with timed("evaluate"):
+    with timed("evaluate"), explained("the outputs of the final models"):
         outputs = engine.outputs(state.message(), config.rounds)
     if outputs:
         run.write("outputs.safetensors", save(with_items(outputs, federation)))

@@ -1,0 +1,170 @@
+"""Errors in parts of the user's own name the file that is being edited, the line, the part, the step, the client and the
+round; only errors that are raised by fedvlm itself are called its defects."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedvlm.cli import main
+from fedvlm.parts.merge.mean import Mean
+
+ADAPTER = '''"""An adapter."""
+from dataclasses import dataclass
+
+import torch
+
+from fedvlm.parts import Adapter, initial_classifier
+
+
+@dataclass(frozen=True)
+class Gate(Adapter):
+    private: tuple[str, ...] = ("gate",)
+
+    def init(self, task, seed):
+        return {"head": initial_classifier(task, "text", seed), "gate": torch.ones(task.dim)}
+
+    def logits(self, task, params, x):
+        return task.scale * x * params["gate"][:, None] @ params["head"].mT
+'''
+FORGOTTEN = ADAPTER.replace('["gate"][:, None]', '["gate"]')  # works for one client
+TRANSPOSED = ADAPTER.replace(".mT", "")  # fails for every client
+TOO_SHORT = ADAPTER.replace('params["head"].mT', '(params["head"].mT)[..., :1]')  # fails in fedvlm's loss
+NO_SEED = ADAPTER.replace("seed)", '"seed")')  # fails in fedvlm's function
+MERGE = '''"""A merge."""
+from dataclasses import dataclass
+
+from fedvlm.parts import Mean
+
+
+@dataclass(frozen=True)
+class Lost(Mean):
+    def round(self, model, state, cohort):
+        after = super().round(model, state, cohort)
+        return after._replace(shared={"head": after.shared["head"] @ state.shared["head"]})
+'''
+METRIC = '''"""A metric."""
+from dataclasses import dataclass
+
+from fedvlm.parts import Additive
+
+
+@dataclass(frozen=True)
+class Brier(Additive):
+    def each(self, model, logits, y):
+        return logits.sum(-1)
+
+    def result(self, statistic, count):
+        return statistic / count["all"]
+'''
+ENGINE = '''"""An engine."""
+from fedvlm.parts import Serial
+
+
+class Flaky(Serial):
+    def run(self, step, ids, message, round, exchange):
+        raise ValueError(f"no link in round {round}")
+'''
+LOCAL = '''"""A local rule."""
+from dataclasses import dataclass
+
+from fedvlm.parts import Local
+
+
+@dataclass(frozen=True)
+class Decay(Local):
+    decay: float = 0.1
+
+    def __post_init__(self):
+        if self.decay < 0:
+            raise ValueError("a decay below 0")
+'''
+
+
+@pytest.fixture
+def failed(tmp_path, images, monkeypatch, capsys):
+    """Runs a part of the given text, and returns what is said."""
+    for domain in ("noto", "twemoji", "openmoji"):  # of different sizes
+        for folder in sorted((images / domain).iterdir())[: 2 if domain == "noto" else 3]:
+            shutil.copytree(folder, tmp_path / "data" / domain / folder.name)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def call(kind: str, text: str, *words: str) -> str:
+        Path(f"mine/{kind}.py").write_text(text, encoding="utf-8")
+        key = "metrics" if kind == "metric" else kind
+        given = ["data=data", "unseen=openmoji", "rounds=1", "out=run", "partition=domain"]
+        assert main(["run", "fedavg", f"{key}=mine/{kind}.py", *given, *words]) == 1
+        said = capsys.readouterr().err
+        assert "defect" not in said or "defect of fedvlm" in said
+        return said[said.index("fedvlm: ") :]
+
+    return call
+
+
+def line_of(text: str, what: str) -> int:
+    return next(k for k, line in enumerate(text.splitlines(), 1) if what in line)
+
+
+@pytest.mark.parametrize("words", [["engine=serial"], ["engine=stacked"], ["workers=2"], ["engine=loopback"]])
+def test_every_engine_says_where_an_adapter_failed(failed, words):
+    said = " ".join(failed("adapter", TRANSPOSED, *words).split())
+    line = line_of(TRANSPOSED, "return task.scale")
+    place = f"{Path('mine/adapter.py')}:{line}: RuntimeError: "
+    assert "adapter=mine/adapter.py failed in step train, round 1, client " in said and place in said
+    assert 'return task.scale * x * params["gate"][:, None] @ params["head"]' in said
+    assert 'params["head"] is (1, ' in said and "x is (1, " in said and 'params["gate"] is (1, ' in said
+    assert any(f"client {name}, " in said for name in ("noto", "twemoji")) and "defect" not in said
+
+
+@pytest.mark.parametrize("words", [["engine=stacked"], ["--dry"]])
+def test_a_forgotten_client_axis_is_told(failed, words):
+    """The commonest mistake: each client alone works. --dry tries two clients of different size."""
+    said = failed("adapter", FORGOTTEN, *words)
+    assert f"clients twemoji, noto, {Path('mine/adapter.py')}:{line_of(FORGOTTEN, 'return task')}: RuntimeErr" in said
+    assert 'x is (2, ' in said and 'params["gate"] is (2, ' in said and "works alone" in said and "defect" not in said
+
+
+CASES = {
+    "a merge": ("merge", MERGE, [], "in round 1", 'after.shared["head"] @', 'after.shared["head"] is ('),
+    "a metric": ("metric", METRIC, [], "in the evaluation of round 0", 'count["all"]', "statistic is ("),
+    "an engine": ("engine", ENGINE, [], "in the evaluation of round 0", "no link in", "no link in round 0"),
+    "a setting": ("local", LOCAL, ["decay=-1"], "making the local from its settings", "a decay below 0", "ValueError"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_on_the_server_are_named_too(failed, name):
+    kind, text, words, doing, source, more = CASES[name]
+    said = failed(kind, text, *words)
+    assert doing in said and f"{Path('mine') / kind}.py:{line_of(text, source)}: " in said
+    assert source in said and more in said and "defect" not in said
+
+
+def test_what_fails_in_our_code_may_be_our_defect(failed):
+    """A result that does not fit, and a function that was called with what it does not take: both sides are named."""
+    said = failed("adapter", TOO_SHORT)
+    assert "step train, round 1, client" in said or "step score, round 0, client" in said
+    assert "failed in fedvlm/" in said and "what adapter=mine/adapter.py returned may not fit" in said
+    said = failed("adapter", NO_SEED)
+    assert f"mine{Path('/adapter.py')}:{line_of(NO_SEED, 'initial_classifier(')}: " in said
+    assert "raised in fedvlm/core/" in said and "defect of fedvlm, unless" in said
+
+
+def test_an_error_without_parts_of_the_users_own_is_our_defect(failed, monkeypatch, capsys):
+    def broken(*_):
+        raise ValueError("who wrote this")
+
+    monkeypatch.setattr("fedvlm.parts.user_code.homes", {})
+    monkeypatch.setattr("fedvlm.training.train.count", broken)
+    assert main(["run", "fedavg", "data=data", "unseen=openmoji", "rounds=1", "out=run"]) == 1
+    assert f"who wrote this ({__file__}:" in capsys.readouterr().err  # the last frame is this file's
+    monkeypatch.setattr(Mean, "round", lambda *_: [][1])
+    monkeypatch.setattr("fedvlm.training.train.account", lambda *_: int("seven"))
+
+
+@pytest.mark.parametrize(("text", "line"), [("import torch\n\nimport nothing_of_this_name\n", 3), ("x = 1\nx = (\n", 2)])
+def test_an_import_names_the_file_that_is_edited(failed, text, line):
+    assert f"({Path('mine/adapter.py')}:{line})" in failed("adapter", text)
