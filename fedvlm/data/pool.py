@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import backbones, parts
+from fedvlm import backbones
 from fedvlm.backbones.base import RAW, Backbone, in_precision, offered, tower_of, view_format
 from fedvlm.config import catalogue
 from fedvlm.config.config import OPEN, Config, Setup
@@ -30,6 +30,7 @@ from fedvlm.data.store import Progress, features, fingerprint, text_embeddings
 from fedvlm.data.text import ALPHABET
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.system.timing import timed
 
 MAX_NOUNS = 1000  # names for outsiders that are kept
@@ -150,7 +151,7 @@ def check_task(setup: Setup, task_type: TaskType) -> None:
                 f"{key}={getattr(config, key)} is for classes, and data={config.data} is {task_type.description}"
             )
     if setup.adapter.task_type is not task_type:
-        able = [n for n in parts.names("adapter") if parts.find("adapter", n).task_type is task_type]  # type: ignore[attr-defined]
+        able = [n for n in registry.names("adapter") if registry.find("adapter", n).task_type is task_type]  # type: ignore[attr-defined]
         raise FedvlmError(
             f"data={config.data} is {task_type.description}, and adapter={setup.parts['adapter'].name} learns "
             f"{setup.adapter.task_type.description}; adapters for this data: {', '.join(able)} (`fedvlm ls methods` has "

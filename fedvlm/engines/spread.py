@@ -29,7 +29,7 @@ from fedvlm.engines.base import Engine, Job, device_of
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked, in_order
 from fedvlm.errors import FedvlmError
-from fedvlm.parts.failures import fault_of
+from fedvlm.parts.failures import OwnPartFailed, fault_of
 from fedvlm.privacy.mechanism import Privacy
 from fedvlm.rounds.method import Method
 from fedvlm.system import files
@@ -201,8 +201,10 @@ def serve(pipe: Connection, work: Work, gpu: str) -> None:
         try:
             engine = engine or work.engine(warnings)
             pipe.send(Found(answer(engine, request, message), list(warnings)))
-        except FedvlmError as error:
+        except OwnPartFailed as error:
             pipe.send(Found([], list(warnings), str(error)))
+        except FedvlmError as error:
+            pipe.send(Found([], list(warnings), f"a worker of this run failed: {error}"))
         except Exception as error:
             pipe.send(Found([], list(warnings), f"a worker of this run failed: {fault_of(error)}"))
         warnings.clear()

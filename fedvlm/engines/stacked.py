@@ -78,7 +78,7 @@ class Stacked(Engine):
         home = device_of(message.shared)  # replies go where the message comes from: there the merge computes
         message = message.to(self.device)
         method = self.method.for_message(message)
-        with explained(f"step {step}, round {round}"):
+        with explained(f"step {step}, round {round}", *method.parts):
             prepared = chosen.prepare(method, message)
         ragged = chosen.schema(method, self.data.extras).ragged
         last_row = round - 1 if chosen.trains and not exchange else round

@@ -7,11 +7,12 @@ library's is the user's or ours; only an error whose last frame is ours may be a
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -51,8 +52,9 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def explained(doing: str) -> Iterator[None]:
-    """Turns an error of a part of the user's own into one that says where it is; `doing`: step, round and clients."""
+def explained(doing: str, *parts: object) -> Iterator[None]:
+    """Turns an error of a part of the user's own into one that says where it is; `doing`: step, round and clients,
+    `parts`: all that had to do with it."""
     try:
         yield
     except FedvlmError:
@@ -61,24 +63,25 @@ def explained(doing: str) -> Iterator[None]:
         full = (
             isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         )  # torch's, not imported here
-        if full or not (text := described(error, doing)):
+        if full or not (text := described(error, doing, parts)):
             raise
         raise OwnPartFailed(text) from error
 
 
-def described(error: BaseException, doing: str) -> str:
+def described(error: BaseException, doing: str, parts: Iterable[object]) -> str:
     """The error in words; "" where no part of the user's own has to do with it."""
     places = places_of(error)
     own = [p for p in places if p.part]
-    if not places or not (own or user_code.homes):
+    used = dict.fromkeys(user_code.home_of(inspect.getfile(type(part)))[0] for part in parts)
+    suspects = own[-1].part if own else " or ".join(filter(None, used))
+    if not suspects:
         return ""
     last, shown = places[-1], (own or places)[-1]
-    parts = shown.part or " or ".join(dict.fromkeys(home.part for home in user_code.homes.values()))
     fault = f"{type(error).__name__}: {error}".strip(": ")
-    lines = [f"{parts} failed in {doing}, {shown}: {fault}" if own else f"{doing} failed in {last}: {fault}"]
+    lines = [f"{suspects} failed in {doing}, {shown}: {fault}" if own else f"{doing} failed in {last}: {fault}"]
     lines += [shown.source, *filter(None, [shapes(shown)])]
     if not own:
-        lines.append(f"what {parts} returned may not fit here; if it does, this is a defect of fedvlm")
+        lines.append(f"what {suspects} returned may not fit here; if it does, this is a defect of fedvlm")
     elif last.ours:
         lines.append(f"raised in {last}: a defect of fedvlm, unless it was called with what it does not take")
     return "\n".join(lines)

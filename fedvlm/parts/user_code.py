@@ -100,6 +100,14 @@ def stored(folder: Path, entry: str, origin: str = "") -> Code:
     return Code(files, entry, origin or str(folder))
 
 
+def remember(part: str, module: ModuleType) -> None:
+    """Errors in this module, or in its package, are those of a part that an installed package declares."""
+    top = sys.modules[module.__name__.partition(".")[0]]
+    file = Path(top.__file__ or "")
+    home = file.parent if hasattr(top, "__path__") else file
+    homes[home] = Home(part, home)
+
+
 def home_of(file: str) -> tuple[str, str]:
     """The part that a file of an imported module is of, and the user's own file that it is a copy of; "" where it is not
     the code of a part."""

@@ -49,7 +49,7 @@ def built(setup: Setup, pool: Pool, federation: Federation) -> Method:
     """The method on this federation, or an error."""
     parts = (setup.adapter, setup.local, setup.merge)
     privacy = planned(setup, federation)
-    with explained("building the method"):
+    with explained("building the method", *parts, *setup.metrics.values()):
         method = Method.build(*parts, pool.task, setup.config.seed, setup.metrics, privacy)
     if privacy:
         check_method(method, federation)
@@ -112,7 +112,7 @@ def play_rounds(
 ) -> None:
     config = setup.config
     everybody = np.arange(federation.scored)
-    with explained("the state before the first round"):
+    with explained("the state before the first round", *method.parts):
         first = method.init(len(federation.names))
     state, start = first, -1
     if saved := run.load():
@@ -134,7 +134,7 @@ def play_rounds(
             cohort = sample(setup, federation, engine, guard, round)
             before = state.shared
             try:
-                with timed("rounds"), explained(f"round {round}"):
+                with timed("rounds"), explained(f"round {round}", *method.parts, engine):
                     state, void = usable(method.round(state, cohort), state), 0
             except VoidRound as lack:  # an outage passes: the shared model stays as it is
                 void += 1
@@ -153,7 +153,7 @@ def play_rounds(
         if round == last_round or round % config.evaluate_every == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
-                with timed("evaluate"), explained(f"the evaluation of round {round}"):
+                with timed("evaluate"), explained(f"the evaluation of round {round}", *method.parts, engine):
                     record |= evaluate(method, federation, check, state.message(), config.personal_split)
             except NoQuorum as lack:
                 if round == last_round:
@@ -170,7 +170,7 @@ def play_rounds(
         on_round(record)
         if round == last_round:
             break
-    with timed("evaluate"), explained("the outputs of the final models"):
+    with timed("evaluate"), explained("the outputs of the final models", *method.parts, engine):
         outputs = engine.outputs(state.message(), config.rounds)
     if outputs:
         run.write("outputs.safetensors", save(with_items(outputs, federation)))

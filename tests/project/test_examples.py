@@ -18,8 +18,8 @@ import yaml
 from siglip_models import siglip_folder
 
 import fedvlm
-from fedvlm import parts
 from fedvlm.cli import main
+from fedvlm.parts import registry
 from fedvlm.training.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ def test_the_parts_on_the_page_run_together(work, images):
 def test_the_page_names_every_group_of_entry_points():
     page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
     named = set(re.findall(r'entry-points\."(fedvlm\.\w+)"', page))
-    assert named == {kind.group for kind in parts.KINDS.values()} | {"fedvlm.backbones"}
+    assert named == {kind.group for kind in registry.KINDS.values()} | {"fedvlm.backbones"}
 
 
 def test_methods_on_the_pages_exist():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from fedvlm import parts
 from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue
+from fedvlm.parts import registry
 from fedvlm.system import console
 
 KINDS = {"adapters": "adapter", "local": "local", "merges": "merge", "metrics": "metric", "engines": "engine"}
@@ -80,12 +80,12 @@ def emoji_counts() -> list[str]:
     import zipfile
     from pathlib import Path
 
-    with zipfile.ZipFile(Path(parts.HERE) / "data" / "assets" / "emoji.zip") as box:
+    with zipfile.ZipFile(Path(registry.HERE) / "data" / "assets" / "emoji.zip") as box:
         names = [n.split("/") for n in box.namelist() if n.endswith(".png")]
     return [str(len({n[0] for n in names})), str(len({n[1] for n in names})), str(len(names))]
 
 
 def list_parts(known: Catalogue, kind: str) -> None:
     rows = [[name, ", ".join(k.name for k in info.keys), info.summary] for name, info in known.parts[kind].items()]
-    rows += [[name, "", f"from {module}"] for name, module in parts.installed(kind).items()]
+    rows += [[name, "", f"from {module}"] for name, module in registry.installed(kind).items()]
     console.rows([kind, "keys", "what"], rows)

@@ -57,7 +57,8 @@ def run(
     def trial(rows: Params, some: Data) -> Answer:
         told = [client(i) for i in some.ids[:SHOWN].tolist()]
         more = f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
-        with explained(f"step {name}, round {data.round}, client{'s' * (len(some) > 1)} {', '.join(told)}{more}"):
+        who = f"client{'s' * (len(some) > 1)} {', '.join(told)}{more}"
+        with explained(f"step {name}, round {data.round}, {who}", *method.parts):
             return step.run(method, rows, message, some, prepared)
 
     try:
