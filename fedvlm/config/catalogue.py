@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ SOURCES = (
     "parts/recipes/**/*.yaml",
     "engines/*.py",
     "federation/engines/*.py",
+    "data/formats/*.py",
     *(f"backbones/{name}.py" for name in ("hf", "siglip", "open_clip", "vision_only", "pixels")),
 )
 
@@ -163,7 +165,7 @@ def make(digest: str) -> Catalogue:
         for name in sorted(set(registry.names(kind)) - registry.installed(kind).keys()):
             cls = registry.find(kind, name)
             summary = (sys.modules[cls.__module__].__doc__ or "").split("\n")[0]
-            found[kind][name] = PartInfo(keys_of(cls) if kind != "engine" else [], summary, records_of(cls))
+            found[kind][name] = PartInfo(keys_of(cls) if is_dataclass(cls) else [], summary, records_of(cls))
     methods = []
     for name in recipe.names():
         r = recipe.load(name)

@@ -22,12 +22,12 @@ from fedvlm.core.adapter import Adapter, NeedsNouns, Task
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 from fedvlm.data.columns import Words, column
+from fedvlm.data.formats.text import ALPHABET
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.mapped import mapped_rows
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
 from fedvlm.data.store import Progress, features, fingerprint, text_embeddings
-from fedvlm.data.text import ALPHABET
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry

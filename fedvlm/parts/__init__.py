@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from fedvlm.core.tasks import NEXT_CHARACTER as NEXT_CHARACTER
     from fedvlm.core.tasks import SEGMENTATION as SEGMENTATION
     from fedvlm.core.tasks import TaskType as TaskType
+    from fedvlm.data.format import Format as Format
+    from fedvlm.data.format import Options as Options
     from fedvlm.data.images import BadImage as BadImage
-    from fedvlm.data.source import Format as Format
     from fedvlm.data.source import Item as Item
-    from fedvlm.data.source import Options as Options
     from fedvlm.data.source import Source as Source
     from fedvlm.engines.base import Engine as Engine
     from fedvlm.engines.base import Job as Job
@@ -92,8 +92,9 @@ _HOMES = {
     "fedvlm.core.seeds": ("generator",),
     "fedvlm.core.state": ("Message", "Params", "Reply", "State", "with_client_axis"),
     "fedvlm.core.tasks": ("CLASSIFICATION", "NEXT_CHARACTER", "SEGMENTATION", "TaskType"),
+    "fedvlm.data.format": ("Format", "Options"),
     "fedvlm.data.images": ("BadImage",),
-    "fedvlm.data.source": ("Format", "Item", "Options", "Source"),
+    "fedvlm.data.source": ("Item", "Source"),
     "fedvlm.engines.base": ("Engine", "Job"),
     "fedvlm.engines.serial": ("Serial",),
     "fedvlm.engines.stacked": ("Stacked",),

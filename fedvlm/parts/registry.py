@@ -42,6 +42,7 @@ KINDS = {
         "fedvlm.engines",
         ("base", "rows", "device_rows", "spread"),
     ),
+    "format": Kind(("data/formats",), "fedvlm.data.format:Format", "fedvlm.formats"),
 }
 AXES = ("adapter", "local", "merge")
 

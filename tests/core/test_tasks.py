@@ -26,9 +26,9 @@ from fedvlm.core.descent import MOMENTUM, gradient_step, with_proximal_term
 from fedvlm.core.state import Message, Reply
 from fedvlm.core.tasks import SEGMENTATION, dice, mask_loss
 from fedvlm.data.clients import federate
+from fedvlm.data.formats.text import ALPHABET, BLOCK, WINDOW, tokens
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import open_source
-from fedvlm.data.text import ALPHABET, BLOCK, WINDOW, tokens
 from fedvlm.engines import base
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError

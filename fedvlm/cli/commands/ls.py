@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> None:
         console.rows(["preset", "what"], [[name, title] for name, title in known.presets.items()])
         console.note("put a method on one: fedvlm run ga on=unet")
     elif args.what == "data":
-        list_data()
+        list_data(known)
     elif args.what == "backbones":
         list_backbones(known)
     elif args.what == "runs":
@@ -58,11 +58,12 @@ def list_methods(known: Catalogue) -> None:
     )
 
 
-def list_data() -> None:
-    console.rows(["data", "domains", "classes", "images"], [["emoji (embedded)", *emoji_counts()]])
+def list_data(known: Catalogue) -> None:
+    list_parts(known, "format")
+    domains, classes, images = emoji_counts()
     console.note(
-        "or data=FOLDER of domain/class/image or class/image (classes), of site/image/… and site/mask/… (masks), "
-        "a .jsonl[.gz] file of {role, text} (next characters), or a .safetensors file of embeddings"
+        f"data=NAME is in the format that recognises it, data=FORMAT:NAME in that one; data=emoji is embedded: {images} images "
+        f"of {classes} classes in {domains} domains"
     )
 
 
