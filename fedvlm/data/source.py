@@ -22,6 +22,7 @@ from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
 from fedvlm.data.threads import in_threads
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.parts.failures import explained
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
 Made = TypeVar("Made")
@@ -32,10 +33,12 @@ MAX_ITEMS = 20_000_000  # examples, or names in a folder: more take tens of giga
 
 @dataclass(frozen=True)
 class Item:
+    """An example: where its bytes are, and what is said of it."""
+
     path: str  # inside the source, separated by /
     domain: str
     label: str
-    group: str  # items of one group are kept in the same split; "": the item is a group by itself
+    group: str = ""  # items of one group are kept in the same split; "": the item is a group by itself
     split: str = ""  # train, val or test, where the data come with a split: then every item has one
     client: str = ""  # who holds it, where the data say so: then every item has one
 
@@ -50,6 +53,8 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
+    """A list of examples, as a format of data makes it."""
+
     name: str
     root: Path  # a folder, or a zip or text file
     items: Sequence[Item]
@@ -81,7 +86,7 @@ class Source:
     def read_and(self, make: Callable[[bytes], Made]) -> Iterator[tuple[int, Made]]:
         """The index of every file and what is made of its bytes, in order; of a folder several are read at a time."""
         kind = known()[self.format]
-        with kind.reader(self.root) as read:
+        with explained(f"reading data={self.name}"), kind.reader(self.root) as read:
 
             def made(item: Item) -> Made:
                 try:
@@ -124,7 +129,8 @@ def open_source(
         source = open_split_file(name, split_file, group)
     else:
         kind, path = named(name)
-        source = replace(known()[kind].open(path, Options(group, domains, stride, keep)), format=kind)
+        with explained(f"opening data={name}"):
+            source = replace(known()[kind].open(path, Options(group, domains, stride, keep)), format=kind)
     check_groups(source)
     return renamed(source, names)
 

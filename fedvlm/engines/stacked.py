@@ -31,6 +31,8 @@ ONE_BY_ONE = 1000  # clients up to which their final outputs are computed one cl
 
 
 class Stacked(Engine):
+    """An engine that runs a chunk of clients at a time, in this process."""
+
     def __init__(
         self,
         method: Method,

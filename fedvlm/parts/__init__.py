@@ -70,8 +70,10 @@ if TYPE_CHECKING:
     from fedvlm.engines.serial import Serial as Serial
     from fedvlm.engines.stacked import Stacked as Stacked
     from fedvlm.errors import FedvlmError as FedvlmError
+    from fedvlm.parts.adapters.head import Head as Head
     from fedvlm.parts.local.means import Means as Means
     from fedvlm.parts.merge.mean import Mean as Mean
+    from fedvlm.parts.registry import find as find
 
 _HOMES = {
     "fedvlm.backbones.base": ("Backbone",),
@@ -99,8 +101,10 @@ _HOMES = {
     "fedvlm.engines.serial": ("Serial",),
     "fedvlm.engines.stacked": ("Stacked",),
     "fedvlm.errors": ("FedvlmError",),
+    "fedvlm.parts.adapters.head": ("Head",),
     "fedvlm.parts.local.means": ("Means",),
     "fedvlm.parts.merge.mean": ("Mean",),
+    "fedvlm.parts.registry": ("find",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
 

@@ -56,7 +56,7 @@ def test_keys_of_a_users_recipe_and_part(tmp_path, monkeypatch):
     (tmp_path / "my.yaml").write_text("like: fedprox\n")
     assert "mu=" in complete("fedvlm run my.yaml m")
     (tmp_path / "idea.py").write_text(
-        "from dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\n\n\n"
+        "from dataclasses import dataclass\nfrom fedvlm.parts import Head\n\n\n"
         "@dataclass(frozen=True)\nclass Idea(Head):\n    strength: float = 1.0\n"
     )
     assert complete("fedvlm run fedavg adapter=idea.py str") == ["strength=", "stride="]

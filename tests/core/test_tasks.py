@@ -294,7 +294,7 @@ def test_an_example_is_eighty_characters_and_the_next(tmp_path):
         ("", "is empty"),
         ("{no", "line 1"),
         ('{"role": "A"}\n', "line 1"),
-        ('{"role": "A", "text": "short"}\n', "nobody"),
+        ('{"role": "A", "text": "short"}\n', "no speaker"),
     ],
 )
 def test_bad_text_is_named(tmp_path, content, words):

@@ -607,7 +607,7 @@ def test_every_expected_refusal_occurs(pattern):
 
 HEAD = """from dataclasses import dataclass
 import torch
-from fedvlm.parts.adapters.head import Head
+from fedvlm.parts import Head
 
 @dataclass(frozen=True)
 class Mine(Head):
@@ -615,15 +615,14 @@ class Mine(Head):
 """
 SGD = """from dataclasses import dataclass
 import torch
-from fedvlm.parts.local.sgd import Sgd
-from fedvlm.core.schema import Field
+from fedvlm.parts import Field, Local
 
 @dataclass(frozen=True)
-class Mine(Sgd):
+class Mine(Local):
 """
 ADDITIVE = """from dataclasses import dataclass
 import torch
-from fedvlm.core.metric import Additive, PerClient
+from fedvlm.parts import Additive, PerClient
 
 @dataclass(frozen=True)
 class Mine(Additive):

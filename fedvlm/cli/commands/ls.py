@@ -62,8 +62,8 @@ def list_data(known: Catalogue) -> None:
     list_parts(known, "format")
     domains, classes, images = emoji_counts()
     console.note(
-        f"data=NAME is in the format that recognises it, data=FORMAT:NAME in that one; data=emoji is embedded: {images} images "
-        f"of {classes} classes in {domains} domains"
+        "data=NAME is in the format that recognises it, data=FORMAT:NAME in that one; data=emoji is embedded: "
+        f"{images} images of {classes} classes in {domains} domains"
     )
 
 
