@@ -100,8 +100,7 @@ def api_page() -> str:
     lines = ["# API reference", (fedvlm.__doc__ or "").split("\n")[0] + "\n"]
     lines += ["Keys of `run` and `bench` are those of the command line: [every key](keys.md).\n"]
     lines += [f"::: {homes[name]}.{name}\n" for name in (*FIRST, *sorted(set(homes) - set(FIRST)))]
-    lines += [
-        "## For parts of your own\nImported from `fedvlm.parts`, wherever they are defined; [add a method](add-a-method.md) shows how they are used.\n"
-    ]
+    lines += ["## For parts of your own"]
+    lines += ["All are imported from `fedvlm.parts`; [add a method](add-a-method.md) shows how they are used.\n"]
     lines += [f"::: {home}.{name}\n" for home, names in parts._HOMES.items() for name in names]
     return "\n".join(lines)

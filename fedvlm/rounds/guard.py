@@ -26,7 +26,7 @@ FAR = 300  # an update of more than so many medians is refused; the longest hone
 HELD_BYTES, HELD_CLIENTS = 256 << 20, 8  # replies that are held back until the median length of updates is known
 SLACK = 1e-4  # of a limit, for sums in float32
 NEARLY = 0.99  # of the bound: from there on, lengths are measured in float64
-TEXT = 600  # characters of a reason that came from a client
+TEXT = 300  # characters of a reason that came from a client
 
 
 class Offence(NamedTuple):
