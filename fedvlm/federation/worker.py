@@ -39,6 +39,7 @@ from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
 from fedvlm.federation.wire import OUTPUTS, SECURE, Channel, Header, octets, pack, receive, send, to_message, unpack
 from fedvlm.parts import user_code
+from fedvlm.parts.failures import OwnPartFailed
 from fedvlm.privacy.mechanism import Privacy, secret_of
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps import STEPS
@@ -180,8 +181,15 @@ class Client:
         try:
             done, found = self.step(header, parts, done)
         except Exception as error:
-            done, found = done._replace(error=f"{type(error).__name__}: {error}"), {}
+            done, found = done._replace(error=self.told(error)), {}
         return self.noted(header, done, pack(done, found))
+
+    def told(self, error: Exception) -> str:
+        """What the server is told of an error: shapes in it may tell how many examples there are."""
+        if not self.about.withheld or (isinstance(error, FedvlmError) and not isinstance(error, OwnPartFailed)):
+            return f"{type(error).__name__}: {error}"
+        print(error, file=sys.stderr, flush=True)
+        return f"{type(error).__name__} (this site's log says more)"
 
     def step(self, header: Header, parts: dict[str, Params], done: Header) -> tuple[Header, dict[str, Params]]:
         """What a request asks for."""

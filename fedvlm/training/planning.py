@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from fedvlm.config import catalogue
 from fedvlm.config.config import COMMAND_LINE, Setup
+from fedvlm.core.cohort import Carrier, Cohort
 from fedvlm.core.descent import OptimiserSettings
-from fedvlm.core.state import Message, copy_per_client, nbytes
+from fedvlm.core.state import Message, Reply, State, copy_per_client, nbytes
 from fedvlm.data.clients import Federation, partition_of
 from fedvlm.data.pool import Pool, Pools, outline
 from fedvlm.data.wording import doubtful_names
 from fedvlm.engines.base import device_of
-from fedvlm.errors import FedvlmError, nearest
+from fedvlm.errors import FedvlmError, NoQuorum, nearest
+from fedvlm.parts.failures import explained
 from fedvlm.rounds import steps
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
@@ -132,6 +136,25 @@ def place(setup: Setup, pool: Pool) -> Path:
     return root / folder_name(setup, pool)
 
 
+class Listener:
+    """An engine that hears what a merge sends, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        self.heard += [message] if step == "train" else []
+        return iter(())
+
+
+def first_message(method: Method, state: State, ids: np.ndarray) -> Message:
+    """What the merge sends first for training: some send more than the model."""
+    listener = Listener()
+    with suppress(NoQuorum), explained("round 1", *method.parts):
+        method.round(state, Cohort(cast(Carrier, listener), ids, 1))
+    return listener.heard[0] if listener.heard else state.message()
+
+
 def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     """What a round will send and take: bytes are exact (except for uploads of any length and the reference model of a later
     stage), seconds are extrapolated from a few timed batches of two clients of
@@ -146,7 +169,7 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     bounds = np.stack([low, *[low + lengths] * 3], axis=1)
     sample = replace(federation.data, bounds=bounds, ids=tried)
     state = method.init(len(federation.names))
-    message = state.message()
+    message = first_message(method, state, tried)
     ready = method.for_message(message)
     torch.set_num_threads(max(1, setup.config.threads))  # as in training
     took = []
@@ -164,4 +187,4 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     seconds = (train * share * sizes[able].sum() + score * scored) / few
     ragged = sum(-math.prod(f.shape) for f in method.uploads.values() if -1 in f.shape)
     up = asked * (nbytes(method.initial) + method.upload_bytes + 4 * ragged * float(sizes[able].mean()))
-    return Cost(asked, asked * Message(state.shared, state.task).nbytes, up, float(seconds))
+    return Cost(asked, asked * message.nbytes, up, float(seconds))

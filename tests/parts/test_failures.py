@@ -6,11 +6,15 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedvlm.cli import main
+from fedvlm.errors import FedvlmError
+from fedvlm.federation.worker import Client
+from fedvlm.parts.failures import OwnPartFailed
 
 ADAPTER = '''"""An adapter."""
 from dataclasses import dataclass
@@ -142,6 +146,15 @@ def test_a_forgotten_client_axis_is_told(failed, word):
     assert "works alone" in said and "defect" not in said
 
 
+def test_dry_trains_with_what_the_merge_sends(failed, capsys):
+    """SCAFFOLD's server sends a control variate beside the model."""
+    assert main(["run", "scaffold", "data=data", "unseen=openmoji", "partition=domain", "--dry"]) == 0
+    down = [re.findall(r"([\d.]+) kB down", capsys.readouterr().out)]
+    assert main(["run", "fedavg", "data=data", "unseen=openmoji", "partition=domain", "--dry"]) == 0
+    down.append(re.findall(r"([\d.]+) kB down", capsys.readouterr().out))
+    assert float(down[0][0]) == pytest.approx(2 * float(down[1][0]), rel=0.1)
+
+
 CASES = {
     "a merge": ("merge", MERGE, [], "in round 1", 'after.shared["head"] @', 'after.shared["head"] is ('),
     "a metric": ("metric", METRIC, [], "in the evaluation of round 0", 'count["all"]', "statistic is ("),
@@ -187,3 +200,12 @@ def test_an_error_without_parts_of_the_users_own_is_our_defect(failed, monkeypat
 )
 def test_an_import_names_the_file_that_is_edited(failed, text, line):
     assert f"({Path('mine/adapter.py')}:{line})" in failed("adapter", text)
+
+
+def test_a_site_that_withholds_its_counts_tells_no_shapes(capsys):
+    client = SimpleNamespace(about=SimpleNamespace(withheld=True))
+    for error in (OwnPartFailed("x is (1, 32, 8)"), ValueError("32 rows")):
+        assert "32" not in Client.told(client, error) and "32" in capsys.readouterr().err
+    assert Client.told(client, FedvlmError("no secure sum")) == "FedvlmError: no secure sum"
+    client.about.withheld = False
+    assert Client.told(client, ValueError("32 rows")) == "ValueError: 32 rows"

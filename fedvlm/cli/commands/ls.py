@@ -60,11 +60,7 @@ def list_methods(known: Catalogue) -> None:
 
 def list_data(known: Catalogue) -> None:
     list_parts(known, "format")
-    domains, classes, images = emoji_counts()
-    console.note(
-        "data=NAME is in the format that recognises it, data=FORMAT:NAME in that one; data=emoji is embedded: "
-        f"{images} images of {classes} classes in {domains} domains"
-    )
+    console.note("data=NAME is in the format that recognises it, data=FORMAT:NAME in that one; data=emoji is embedded")
 
 
 def list_backbones(known: Catalogue) -> None:
@@ -75,15 +71,6 @@ def list_backbones(known: Catalogue) -> None:
         listed = f"all but {', '.join(missing)}" if len(missing) < len(b.adapters) else ", ".join(b.adapters)
         console.note(f"  adapters: {listed if missing else 'all'}")
     console.note("weights are read from .safetensors only; docs/backbones.md says where models come from")
-
-
-def emoji_counts() -> list[str]:
-    import zipfile
-    from pathlib import Path
-
-    with zipfile.ZipFile(Path(registry.HERE) / "data" / "assets" / "emoji.zip") as box:
-        names = [n.split("/") for n in box.namelist() if n.endswith(".png")]
-    return [str(len({n[0] for n in names})), str(len({n[1] for n in names})), str(len(names))]
 
 
 def list_parts(known: Catalogue, kind: str) -> None:
