@@ -421,10 +421,12 @@ def test_the_longest_reply_follows_from_what_is_expected():
 
 
 def test_a_round_that_nobody_answers_says_why():
+    guard = guard_for(*SHARED)
+
     class Silent:
         def run(self, step, ids, message, round, exchange):
-            GUARD.failed(0, round, "no link")
+            guard.failed(0, round, "no link")
             return iter(())
 
     with pytest.raises(NoQuorum, match=r"0 of 1 clients answered \(client .* is left out: no link\)"):
-        Cohort(Silent(), np.array([0]), 1, guard=GUARD).ask("train", Message({}))
+        Cohort(Silent(), np.array([0]), 1, guard=guard).ask("train", SHARED[0].init(5).message())
