@@ -15,7 +15,7 @@ from fedvlm.config.config import Setup, binding
 from fedvlm.core.records import Number, Result, RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.evaluation.protocols import by_seed
-from fedvlm.parts import AXES
+from fedvlm.parts.registry import AXES
 from fedvlm.report.tables import DASH, plus_minus
 from fedvlm.system import console
 from fedvlm.training.folder import RunFolder

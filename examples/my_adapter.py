@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core.adapter import Adapter, Task, initial_classifier
-from fedvlm.core.state import Params
+from fedvlm.parts import Adapter, Params, Task, initial_classifier
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedvlm.core.metric import Additive
-from fedvlm.core.model import Model
+from fedvlm.parts import Additive, Model
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedvlm.api import methods as methods
     from fedvlm.api import run as run
     from fedvlm.api import runs as runs
-    from fedvlm.data.objects import dataset as dataset
+    from fedvlm.data.formats.arrays import dataset as dataset
     from fedvlm.errors import FedvlmError as FedvlmError
     from fedvlm.predict.predictor import Predictor as Predictor
     from fedvlm.studies.comparison import bench as bench
@@ -27,7 +27,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "fedvlm.api": ("Description", "Run", "Runs", "describe", "load", "methods", "run", "runs"),
-    "fedvlm.data.objects": ("dataset",),
+    "fedvlm.data.formats.arrays": ("dataset",),
     "fedvlm.errors": ("FedvlmError",),
     "fedvlm.predict.predictor": ("Predictor",),
     "fedvlm.studies.comparison": ("bench",),

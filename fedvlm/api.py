@@ -344,7 +344,7 @@ def prepared(keys: dict[str, object]) -> dict[str, object]:
     """Keys as plain data: objects given for data or backbone are registered and replaced by a name."""
     given = {k: str(v) if isinstance(v, Path) else v for k, v in keys.items()}
     if "data" in given and not isinstance(given["data"], str):
-        from fedvlm.data.objects import stored
+        from fedvlm.data.formats.arrays import stored
 
         made = stored(given["data"])
         given["data"] = str(made.path)

@@ -122,7 +122,7 @@ class Trials:
 
     def __init__(self, folder: Path):
         from fedvlm.config.config import resolve
-        from fedvlm.data.embeddings import write_embeddings
+        from fedvlm.data.formats.embeddings import write_embeddings
         from fedvlm.data.pool import Pools
 
         draw, classes = torch.Generator().manual_seed(3), ["cat", "dog", "owl"]

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from fedvlm import parts
 from fedvlm.backbones import load
 from fedvlm.config import recipe
 from fedvlm.config.config import Config, Setup, resolve
@@ -41,6 +40,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.federation import wire
 from fedvlm.federation.engines.loopback import Inbox
 from fedvlm.federation.worker import Client
+from fedvlm.parts import registry
 from fedvlm.rounds.method import Method
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers, Towers
@@ -260,7 +260,7 @@ def tiny_towers() -> Towers:
 
 def small_sizes(adapter: str | type) -> dict[str, Any]:
     """Settings that make this adapter small, by the names of its fields."""
-    return dict(_small_sizes(parts.find("adapter", adapter) if isinstance(adapter, str) else adapter))
+    return dict(_small_sizes(registry.find("adapter", adapter) if isinstance(adapter, str) else adapter))
 
 
 @lru_cache
@@ -278,19 +278,19 @@ def _small_sizes(kind: type) -> dict[str, Any]:
 def small_adapter(adapter: str | type, **settings: Any) -> Adapter:
     if isinstance(adapter, str) and not settings:
         return plain_adapter(adapter)
-    kind = parts.find("adapter", adapter) if isinstance(adapter, str) else adapter
+    kind = registry.find("adapter", adapter) if isinstance(adapter, str) else adapter
     return kind(**(small_sizes(kind) | settings))
 
 
 @lru_cache
 def plain_adapter(name: str) -> Adapter:
-    kind = parts.find("adapter", name)
+    kind = registry.find("adapter", name)
     return kind(**small_sizes(kind))
 
 
 def small_parts(adapter: str, local: str, merge: str, **rules: Any) -> tuple[Adapter, Local, Merge]:
     """The three parts with small sizes and the tests' optimiser settings; `rules` go to the local rule."""
-    server, kind = parts.find("merge", merge)(), parts.find("local", local)
+    server, kind = registry.find("merge", merge)(), registry.find("local", local)
     model = small_adapter(adapter)
     if isinstance(model, HasTowers) and server.incompatible(model):
         model = replace(model, towers="image")  # a merge that trains the text tower itself
@@ -314,7 +314,7 @@ def build(adapter: str, local: str, merge: str, **rules: Any) -> Method:
 
 def parts_of(method: Method) -> list[str]:
     """The names of adapter, local rule and merge."""
-    return [type(getattr(method, axis)).__module__.rsplit(".", 1)[-1] for axis in parts.AXES]
+    return [type(getattr(method, axis)).__module__.rsplit(".", 1)[-1] for axis in registry.AXES]
 
 
 @lru_cache

@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import fedvlm
+from fedvlm import parts
 from fedvlm.config import recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,17 +31,6 @@ FROM_ROOT = {  # files that are pages, too
 LINK = re.compile(r"\[([^]\n]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 LONG = re.compile(r"^<!-- long: (.+?) -->\n(```.*?^```)$", re.MULTILINE | re.DOTALL)
 FIRST = ("run", "bench", "Run", "Runs", "load", "Predictor", "dataset")  # in the API reference
-BASES = {  # of parts of one's own
-    "fedvlm.core.adapter": ("Adapter", "Task"),
-    "fedvlm.core.local": ("Local",),
-    "fedvlm.core.merge": ("Merge",),
-    "fedvlm.core.metric": ("Metric", "Additive", "PerClient"),
-    "fedvlm.engines.base": ("Engine", "Job"),
-    "fedvlm.backbones.base": ("Backbone",),
-    "fedvlm.core.state": ("State", "Message", "Reply"),
-    "fedvlm.core.data": ("Data",),
-    "fedvlm.core.cohort": ("Cohort",),
-}
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -105,11 +95,12 @@ def with_method_links(markdown: str) -> str:
 
 
 def api_page() -> str:
-    """What `import fedvlm` has, and the base classes of parts; mkdocstrings fills in signatures and docstrings."""
+    """What `import fedvlm` and `import fedvlm.parts` have; mkdocstrings fills in signatures and docstrings."""
     homes = {name: home for home, names in fedvlm._HOMES.items() for name in names}
     lines = ["# API reference", (fedvlm.__doc__ or "").split("\n")[0] + "\n"]
     lines += ["Keys of `run` and `bench` are those of the command line: [every key](keys.md).\n"]
     lines += [f"::: {homes[name]}.{name}\n" for name in (*FIRST, *sorted(set(homes) - set(FIRST)))]
-    lines += ["## For parts of your own\n[Add a method](add-a-method.md) shows how they are used.\n"]
-    lines += [f"::: {home}.{name}\n" for home, names in BASES.items() for name in names]
+    lines += ["## For parts of your own"]
+    lines += ["All are imported from `fedvlm.parts`; [add a method](add-a-method.md) shows how they are used.\n"]
+    lines += [f"::: {home}.{name}\n" for home, names in parts._HOMES.items() for name in names]
     return "\n".join(lines)

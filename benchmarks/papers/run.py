@@ -15,7 +15,7 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import Setup, resolve
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.parts import AXES
+from fedvlm.parts.registry import AXES
 from fedvlm.predict import questions
 from fedvlm.report.tables import DASH, check_one_rule, fair_keys, rule, scored_on
 from fedvlm.system.formatting import counted

@@ -26,6 +26,8 @@ class ViewFormat(NamedTuple):
 
 
 class Backbone(Protocol):
+    """A frozen encoder of images and, with a text tower, of phrases."""
+
     name: str  # as the user gave it
     fingerprint: str  # hash of all that determines the embeddings; keys the feature store
     dim: int  # length of an embedding; 0 where there are none

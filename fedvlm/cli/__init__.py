@@ -241,12 +241,13 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate" in str(error)):  # torch's
             print(f"fedvlm: the memory is full ({shown(error)}); choose smaller sizes, or jobs=1", file=sys.stderr)
             return 1
-        name = type(error).__name__
-        print(f"fedvlm: {name}: {shown(error)}\n(this is a defect; --debug shows where)", file=sys.stderr)
+        from fedvlm.parts.failures import fault_of
+
+        print(f"fedvlm: {shown(fault_of(error))}\n(--debug shows more)", file=sys.stderr)
     return 1
 
 
-def shown(error: Exception) -> str:
+def shown(error: Exception | str) -> str:
     """The error's lines without control characters; all but the first are indented, so that no name in them passes for
     a message of ours."""
     return "\n  ".join(printable(line.strip()) for line in str(error).splitlines()[:20])

@@ -11,15 +11,16 @@ import hashlib
 import json
 import sys
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fedvlm import parts
 from fedvlm.config import recipe
 from fedvlm.config.keys import Key, keys_of
 from fedvlm.core.ranges import Purpose, Range, Trait
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.system import files
 from fedvlm.system.machine import cache_home
 
@@ -35,6 +36,7 @@ SOURCES = (
     "parts/recipes/**/*.yaml",
     "engines/*.py",
     "federation/engines/*.py",
+    "data/formats/*.py",
     *(f"backbones/{name}.py" for name in ("hf", "siglip", "open_clip", "vision_only", "pixels")),
 )
 
@@ -141,14 +143,14 @@ def for_purpose(*purposes: Purpose) -> list[str]:
 def keys(kind: str, name: str) -> list[Key]:
     """The keys of a part; a part of the user's own, or of an installed package, is imported."""
     known = load().parts[kind].get(name)
-    return known.keys if known else keys_of(parts.find(kind, name))
+    return known.keys if known else keys_of(registry.find(kind, name))
 
 
 def records(kind: str, name: str) -> dict[str, str]:
     """The numbers that a part records of its mechanism, with their meaning; {} where there is no such part."""
     if known := load().parts[kind].get(name):
         return known.records
-    return records_of(parts.find(kind, name)) if name in parts.names(kind) else {}
+    return records_of(registry.find(kind, name)) if name in registry.names(kind) else {}
 
 
 def records_of(cls: type) -> dict[str, str]:
@@ -158,12 +160,12 @@ def records_of(cls: type) -> dict[str, str]:
 def make(digest: str) -> Catalogue:
     """Imports everything."""
     found: dict[str, dict[str, PartInfo]] = {}
-    for kind in parts.KINDS:
+    for kind in registry.KINDS:
         found[kind] = {}
-        for name in sorted(set(parts.names(kind)) - parts.installed(kind).keys()):
-            cls = parts.find(kind, name)
+        for name in sorted(set(registry.names(kind)) - registry.installed(kind).keys()):
+            cls = registry.find(kind, name)
             summary = (sys.modules[cls.__module__].__doc__ or "").split("\n")[0]
-            found[kind][name] = PartInfo(keys_of(cls) if kind != "engine" else [], summary, records_of(cls))
+            found[kind][name] = PartInfo(keys_of(cls) if is_dataclass(cls) else [], summary, records_of(cls))
     methods = []
     for name in recipe.names():
         r = recipe.load(name)
@@ -192,10 +194,10 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
 
     settings = {k: v for layer in r.layers("mini-clip") for k, v in layer.settings.items()}
     made = []
-    for axis in parts.AXES:
+    for axis in registry.AXES:
         name = getattr(r, axis)
         values = {k.name: k.coerce(settings[k.name]) for k in known[axis][name].keys if k.name in settings}
-        kind = parts.find(axis, name)
+        kind = registry.find(axis, name)
         made.append(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}))
     if made[0].requires:  # its size is the backbone's
         return "?", "of the tower"

@@ -13,14 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
-from fedvlm import parts
 from fedvlm.config import catalogue, recipe
 from fedvlm.config.key_files import with_files_read
 from fedvlm.config.keys import Key, unknown
 from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Purpose, Range, Share, Trait, Whole, default
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, Value
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import user_code
+from fedvlm.parts import registry, user_code
+from fedvlm.parts.failures import explained
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -261,12 +261,13 @@ class Setup:
     def _class(self, kind: str, home: str) -> type:
         part, what = self.parts[home], f"{kind}={self.parts[home].name}"
         if home in self.codes:
-            return parts.only_part(kind, what, self.codes[home].load(what))
-        return parts.find(kind, part.name)
+            return registry.only_part(kind, what, self.codes[home].load(what))
+        return registry.find(kind, part.name)
 
     def _build(self, kind: str, home: str) -> object:
         settings = self.parts[home].settings
-        return self._class(kind, home)(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        with explained(f"making the {kind} from its settings"):
+            return self._class(kind, home)(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
 
     def __getstate__(self) -> dict[str, object]:
         """Plain data only: parts of the user's own cannot be pickled, and are built again from their code."""
@@ -333,7 +334,7 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     backbone = str(given.get("backbone") or plan.backbone() or Config.backbone)
     asked = [layer.settings["values"] for layer in plan.layers(backbone, tuned=False) if "values" in layer.settings]
     tuned = str(given.get("values") or (asked or ["tuned"])[-1]) != "paper"
-    names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
+    names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in registry.AXES}
     keys: dict[str, list[Key]] = {"run": catalogue.load().run} | {a: catalogue.keys(a, n) for a, n in names.items()}
     layers = [*plan.layers(backbone, tuned), recipe.Layer(COMMAND_LINE, cast(recipe.Settings, dict(given)))]
     metrics = metric_homes(layers, next(k for k in keys["run"] if k.name == "metrics"))
@@ -342,7 +343,7 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
     origins: dict[str, str] = {}
     for origin, settings in layers:
         for key, value in settings.items():
-            if origin == COMMAND_LINE and key in (*parts.AXES, "on"):
+            if origin == COMMAND_LINE and key in (*registry.AXES, "on"):
                 continue
             homes = [h for h, known in keys.items() if _is(key, h, known)]
             if not homes and origin != COMMAND_LINE and _replaced(key, plan, names, origin):
@@ -374,14 +375,14 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
 def keys_of_method(method: str, given: Mapping[str, object]) -> dict[str, list[Key]]:
     """The keys of a run and of a method's three parts, by home."""
     plan = recipe.load(method, on=str(given.get("on", "")))
-    names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in parts.AXES}
+    names = {axis: str(given.get(axis) or getattr(plan, axis)) for axis in registry.AXES}
     return {"run": catalogue.load().run} | {axis: catalogue.keys(axis, name) for axis, name in names.items()}
 
 
 def part_record(kind: str, name: str, settings: Settings, code: user_code.Code | None) -> PartRecord:
     if code:
         return PartRecord(name, settings, code.entry, code.digest)
-    return PartRecord(name, settings, digest=parts.installed_version(kind, name))
+    return PartRecord(name, settings, digest=registry.installed_version(kind, name))
 
 
 def check_settings(kind: str, part: PartRecord) -> None:
@@ -396,7 +397,7 @@ def check_settings(kind: str, part: PartRecord) -> None:
 
 
 def _is_users(kind: str, name: str) -> bool:
-    return user_code.is_own(name) and name not in parts.names(kind)
+    return user_code.is_own(name) and name not in registry.names(kind)
 
 
 def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
@@ -419,8 +420,8 @@ def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
 def _engine(name: str, codes: dict[str, user_code.Code]) -> PartRecord:
     if _is_users("engine", name):
         codes["engine"] = user_code.read(f"engine={name}", name)
-    elif name != "auto" and name not in parts.names("engine"):
-        parts.find("engine", name)  # says what there is
+    elif name != "auto" and name not in registry.names("engine"):
+        registry.find("engine", name)  # says what there is
     return part_record("engine", "stacked" if name == "auto" else name, {}, codes.get("engine"))
 
 
@@ -435,18 +436,18 @@ def _replaced(key: str, plan: recipe.Recipe, names: dict[str, str], origin: str)
     """Whether a recipe's setting is for a part that is not in use: one that the command line replaced or, for settings
     inherited from a built-in recipe, any part of the package. A user's own line is never ignored otherwise."""
     name = key.rpartition(".")[2]
-    gone = [axis for axis in parts.AXES if names[axis] != getattr(plan, axis)]
+    gone = [axis for axis in registry.AXES if names[axis] != getattr(plan, axis)]
     if any(k.name == name for axis in gone for k in catalogue.keys(axis, getattr(plan, axis))):
         return True
     if plan.path and origin.startswith("recipe"):
         return False
     known = catalogue.load().parts
-    return any(k.name == name for axis in parts.AXES for info in known[axis].values() for k in info.keys)
+    return any(k.name == name for axis in registry.AXES for info in known[axis].values() for k in info.keys)
 
 
 def _unknown(key: str, names: dict[str, str], keys: dict[str, list[Key]], where: str) -> FedvlmError:
     """An error that says which other part has this key, where one has."""
-    for axis in parts.AXES:
+    for axis in registry.AXES:
         for other, info in catalogue.load().parts[axis].items():
             if any(k.name == key for k in info.keys):
                 reason = f"{axis}={names[axis]} has none, {axis}={other} has"
@@ -459,4 +460,4 @@ def _place(plan: recipe.Recipe, origin: str) -> str:
 
 
 def _all_names(keys: dict[str, list[Key]]) -> list[str]:
-    return [*parts.AXES, "on", *dict.fromkeys(k.name for known in keys.values() for k in known)]
+    return [*registry.AXES, "on", *dict.fromkeys(k.name for known in keys.values() for k in known)]

@@ -13,7 +13,6 @@ from typing import NamedTuple, cast
 
 import torch
 
-from fedvlm import parts
 from fedvlm.backbones import BUNDLED
 from fedvlm.backbones.base import RAW, Backbone, HasViews, offered
 from fedvlm.backbones.hf import Clip
@@ -23,6 +22,7 @@ from fedvlm.backbones.siglip import Siglip
 from fedvlm.backbones.vision_only import Vision
 from fedvlm.core.adapter import Adapter, Task
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 
 ANY_DIM = 8
 NO_TEXT = "needs embeddings of the class names, and this model has no text tower"
@@ -94,8 +94,8 @@ def needs_texts(adapter: Adapter) -> bool:
 def usable_adapters(offer: Offer) -> list[str]:
     """The adapters that work with it, and the setting under which they do where that is not the default."""
     found = []
-    for name in sorted(set(parts.names("adapter")) - parts.installed("adapter").keys()):
-        adapter = cast(Adapter, parts.find("adapter", name)())
+    for name in sorted(set(registry.names("adapter")) - registry.installed("adapter").keys()):
+        adapter = cast(Adapter, registry.find("adapter", name)())
         if adapter.view == "text":  # it uses no backbone
             continue
         if not why_not(adapter, offer):

@@ -16,18 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedvlm import parts
 from fedvlm.config import catalogue
 from fedvlm.config.keys import Key, keys_of
 from fedvlm.core.records import PartRecord, Settings
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.system.allowed import Need, absolute, allow, host_need, known, path_need
 from fedvlm.system.names import printable
 
 if TYPE_CHECKING:
     from fedvlm.config.config import Setup
 
-PREDICTS = (*parts.AXES, "backbone")  # what a prediction uses of a run
+PREDICTS = (*registry.AXES, "backbone")  # what a prediction uses of a run
 
 
 def admitted(setup: Setup, folder: Path, trusted: bool = False, uses: Collection[str] = ()) -> Setup:
@@ -86,14 +86,14 @@ def part_needs(setup: Setup, home: str) -> list[Need]:
     if code is not None:
         what = f"{kind} {part.name} (in code/{home}, sha {code.seal[:8]})"
         return [Need("run code:", what, ("code", kind, code.entry, code.seal))]
-    if part.name in parts.built_in(kind):
+    if part.name in registry.built_in(kind):
         return []
-    declared = parts.installed(kind).get(part.name)
+    declared = registry.installed(kind).get(part.name)
     if declared is None:
         raise FedvlmError(
             f"{kind}={printable(part.name, 100)}: no part of fedvlm or of an installed package, and its code is not there"
         )
-    package = parts.installed_version(kind, part.name)
+    package = registry.installed_version(kind, part.name)
     return [Need("run code:", f"{kind} {part.name} (of {package})", ("installed", kind, part.name, declared, package))]
 
 
@@ -151,4 +151,4 @@ def _keys(setup: Setup, home: str) -> list[Key]:
     code, what = setup.codes.get(home), f"{kind}={part.name}"
     if kind == "engine":
         return []
-    return keys_of(parts.only_part(kind, what, code.load(what))) if code else catalogue.keys(kind, part.name)
+    return keys_of(registry.only_part(kind, what, code.load(what))) if code else catalogue.keys(kind, part.name)

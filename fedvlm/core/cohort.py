@@ -118,8 +118,9 @@ class Cohort:
         self.exchange += 1
         self.notes["answered"] = answered
         if answered < self._need:
+            why = f" ({self.guard.last})" if self.guard and self.guard.last else ""
             raise NoQuorum(
-                f"round {self.round}: {answered} of {len(self.ids)} clients answered and quorum={self.quorum:g} needs "
+                f"round {self.round}: {answered} of {len(self.ids)} clients answered{why} and quorum={self.quorum:g} needs "
                 f"{self._need}; bring clients back and `fedvlm resume` the run, or lower quorum="
             )
 

@@ -22,6 +22,8 @@ WINDOW = 64  # steps planned ahead: one large client among many small ones must 
 
 
 class Batch(NamedTuple):
+    """A step's examples of a few clients, side by side."""
+
     x: Tensor  # [clients, examples, ...]
     y: Tensor  # [clients, examples, ...]
     weight: Tensor  # [clients, examples]: 1/(real examples), 0 for padding

@@ -34,6 +34,8 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Local(OptimiserSettings):
+    """How a client trains; the defaults are FedAvg's client."""
+
     objective: Objective = "cross-entropy"  # the training loss; contrastive is that of FedCLIP's public code
     keep: bool = False  # true: a client's personal model is the one it trained last; false: the shared model
 

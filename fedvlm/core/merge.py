@@ -47,6 +47,8 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class Merge:
+    """What the server does in a round: it asks clients, and makes the next state of their replies."""
+
     cosine: bool = False  # also record the mean cosine between clients' updates (FedOT's Table 2)
     gaps: bool = False  # also record the generalisation gap of each client: loss of the mean − loss of its own model
 

@@ -22,6 +22,8 @@ from fedvlm.core.tasks import CLASSIFICATION, NEXT_CHARACTER, TaskType
 
 @dataclass(frozen=True)
 class Metric:
+    """A statistic of each client, and the number that it means; derive from `Additive` or `PerClient`."""
+
     lower_is_better: ClassVar[bool] = False
     percent: ClassVar[bool] = True  # tables show 100 × the value
     extra: ClassVar[str] = (
@@ -43,6 +45,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class Additive(Metric):
+    """A metric whose statistic adds up over examples: it describes one example."""
+
     def each(self, model: Model, logits: Tensor, y: Tensor) -> Tensor:
         """The statistic of each example, [clients, examples, *shape], of logits [clients, examples, ...]."""
         raise NotImplementedError
@@ -55,6 +59,8 @@ class Additive(Metric):
 
 @dataclass(frozen=True)
 class PerClient(Metric):
+    """A metric that sees all predictions of a client at once."""
+
     def client(self, view: ClientView) -> Tensor:
         """The statistic of one client, [*shape], finite: encode a missing value (say, as −1) and decode it in `result`."""
         raise NotImplementedError

@@ -16,6 +16,8 @@ from fedvlm.core.tasks import Objective
 
 @dataclass(frozen=True)
 class Model:
+    """An adapter with its task: what metrics, local rules and merges need to compute logits and gradients."""
+
     adapter: Adapter
     task: Task
 

@@ -45,6 +45,7 @@ def shuffled(keys: Keys, counts: np.ndarray) -> NDArray[np.intp]:
 
 
 def generator(*parts: int) -> torch.Generator:
+    """Torch's generator for these numbers: the same on every machine."""
     return torch.Generator().manual_seed(key(*parts) & 0x7FFFFFFFFFFFFFFF)
 
 

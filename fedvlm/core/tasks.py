@@ -24,6 +24,8 @@ PerExample = Callable[[Tensor, Tensor], Tensor]  # logits, labels → [clients, 
 
 @dataclass(frozen=True)
 class TaskType:
+    """A kind of task: its losses, and the score that its tables show."""
+
     description: str  # of the data, for messages
     metric: str  # name of the score
     losses: dict[Objective, Loss]

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TILELENGTH, TILEWIDTH, TiffImageFile
 
-from fedvlm.data.dicom import is_dicom, picture
+from fedvlm.data.format import Format, decoders
 
 BYTES = 256 << 20  # of a file; an uncompressed RGBA image of PIXELS has fewer
 PIXELS = 64_000_000  # of an image, and of the images that are in memory together for an encoder
@@ -152,9 +152,10 @@ def load(image: Image.Image) -> None:
 
 def decode(data: bytes, image: Image.Image | None = None) -> Image.Image:
     """An RGB image on white, upright as its EXIF data say. `image`: what `opened` gave for these bytes, if it is known."""
-    if is_dicom(data):
-        with bad_image("not a readable DICOM file"):
-            return _dicom(data)
+    for kind, one in decoders().items():
+        with bad_image(f"not a readable {kind.upper()} file"):
+            if (found := _picture(one, data)) is not None:
+                return found
     image = image or opened(data)
     with bad_image("not a readable image"):
         if image.mode == "F":
@@ -173,13 +174,14 @@ def decode(data: bytes, image: Image.Image | None = None) -> Image.Image:
         return image.convert("RGB")
 
 
-def _dicom(data: bytes) -> Image.Image:
+def _picture(kind: Format, data: bytes) -> Image.Image | None:
     try:
-        image = picture(data, PIXELS).convert("RGB")
+        image = kind.picture(data, PIXELS)
     except ValueError as error:
         raise BadImage(str(error)) from error
-    _check_size(image, data)
-    return image
+    if image is not None:
+        _check_size(image, data)
+    return image and image.convert("RGB")
 
 
 def _upright(image: Image.Image) -> Image.Image:

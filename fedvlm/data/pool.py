@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm import backbones, parts
+from fedvlm import backbones
 from fedvlm.backbones.base import RAW, Backbone, in_precision, offered, tower_of, view_format
 from fedvlm.config import catalogue
 from fedvlm.config.config import OPEN, Config, Setup
@@ -23,14 +23,15 @@ from fedvlm.core.adapter import Adapter, NeedsNouns, Task
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 from fedvlm.data.columns import Words, column
+from fedvlm.data.formats.text import ALPHABET
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.mapped import mapped_rows
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
 from fedvlm.data.store import Progress, features, fingerprint, text_embeddings
-from fedvlm.data.text import ALPHABET
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.system import console
 from fedvlm.system.timing import timed
 
@@ -184,7 +185,7 @@ def check_task(setup: Setup, task_type: TaskType) -> None:
                 f"{key}={getattr(config, key)} is for classes, and data={config.data} is {task_type.description}"
             )
     if setup.adapter.task_type is not task_type:
-        able = [n for n in parts.names("adapter") if parts.find("adapter", n).task_type is task_type]  # type: ignore[attr-defined]
+        able = [n for n in registry.names("adapter") if registry.find("adapter", n).task_type is task_type]  # type: ignore[attr-defined]
         raise FedvlmError(
             f"data={config.data} is {task_type.description}, and adapter={setup.parts['adapter'].name} learns "
             f"{setup.adapter.task_type.description}; adapters for this data: {', '.join(able)} (`fedvlm ls methods` has "

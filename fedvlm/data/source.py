@@ -1,8 +1,5 @@
-"""Data sources: the list of examples, each with its domain and class, and their bytes.
-
-A source is a folder or zip of images (`folders.py`), a table of them (`manifest.py`), webdataset shards (`shards.py`), a
-Hugging Face dataset on disk (`arrow.py`); a .jsonl file of texts and who said them; or the embedded emoji.
-"""
+"""Data sources: the list of examples, each with its domain and class, and their bytes. What lists and reads them is a format
+(`format.py`, `formats`)."""
 
 from __future__ import annotations
 
@@ -10,27 +7,25 @@ import hashlib
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from fedvlm.core.tasks import CLASSIFICATION, TaskType
 from fedvlm.data.columns import NumberedItems, column
+from fedvlm.data.format import FOLDER, Options, known, named
 from fedvlm.data.images import BadImage, Unreadable, read_file, read_member
 from fedvlm.data.images import decode as decode
 from fedvlm.data.threads import in_threads
 from fedvlm.errors import FedvlmError, nearest
+from fedvlm.parts.failures import explained
 
 EMOJI = Path(__file__).parent / "assets" / "emoji.zip"
-DICOM = (".dcm", ".dicom")
-IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", *DICOM}
 Made = TypeVar("Made")
-Form = Literal["files", "shards", "arrow"]  # files: in a folder or a zip
 NO_DOMAIN = "all"  # the domain of every item where the folders name none
 NOT_TEXT = re.compile("[\ud800-\udfff]")  # how Python reads bytes in names that are not UTF-8
 MAX_ITEMS = 20_000_000  # examples, or names in a folder: more take tens of gigabytes, and were hardly meant
@@ -38,10 +33,12 @@ MAX_ITEMS = 20_000_000  # examples, or names in a folder: more take tens of giga
 
 @dataclass(frozen=True)
 class Item:
+    """An example: where its bytes are, and what is said of it."""
+
     path: str  # inside the source, separated by /
     domain: str
     label: str
-    group: str  # items of one group are kept in the same split; "": the item is a group by itself
+    group: str = ""  # items of one group are kept in the same split; "": the item is a group by itself
     split: str = ""  # train, val or test, where the data come with a split: then every item has one
     client: str = ""  # who holds it, where the data say so: then every item has one
 
@@ -56,6 +53,8 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
+    """A list of examples, as a format of data makes it."""
+
     name: str
     root: Path  # a folder, or a zip or text file
     items: Sequence[Item]
@@ -63,7 +62,7 @@ class Source:
     masks: tuple[Item, ...] = ()  # segmentation: the mask of each item, in the same order
     tokens: np.ndarray | None = None  # text: the input characters of each item, [items, characters]
     embeddings: Embeddings | None = None  # of each item, where the user computed them
-    form: Form = "files"  # how the bytes are read
+    format: str = FOLDER  # which reads the bytes
     notes: tuple[str, ...] = ()  # what the user is told about how the data were understood
     tabular: bool = False  # described by a table, shards or a dataset, which may also name groups
 
@@ -86,7 +85,8 @@ class Source:
 
     def read_and(self, make: Callable[[bytes], Made]) -> Iterator[tuple[int, Made]]:
         """The index of every file and what is made of its bytes, in order; of a folder several are read at a time."""
-        with self._reader() as read:
+        kind = known()[self.format]
+        with explained(f"reading data={self.name}"), kind.reader(self.root) as read:
 
             def made(item: Item) -> Made:
                 try:
@@ -96,24 +96,13 @@ class Source:
                     data = Unreadable(str(error))
                 return make(data)
 
-            in_folder = self.form == "files" and self.root.is_dir()
-            yield from enumerate(in_threads(made, self.items) if in_folder else map(made, self.items))
-
-    def _reader(self) -> AbstractContextManager[Callable[[str], bytes]]:
-        """The function from an item's path to its bytes."""
-        if self.form == "shards":
-            from fedvlm.data.shards import shard_reader
-
-            return shard_reader(self.root)
-        if self.form == "arrow":
-            from fedvlm.data.arrow import arrow_reader
-
-            return arrow_reader(self.root)
-        return _file_reader(self.root)
+            several = kind.in_threads and self.root.is_dir()
+            yield from enumerate(in_threads(made, self.items) if several else map(made, self.items))
 
 
 @contextmanager
-def _file_reader(root: Path) -> Iterator[Callable[[str], bytes]]:
+def file_reader(root: Path) -> Iterator[Callable[[str], bytes]]:
+    """Reads the files of a folder or a zip by their paths."""
     with nullcontext() if root.is_dir() else open_zip(root) as archive:
         yield lambda path: read_member(archive, path) if archive else read_file(root / path)
 
@@ -127,7 +116,7 @@ def open_source(
     split_file: str = "",
     names: str = "",
 ) -> Source:
-    """Opens `emoji` or a path. The depth of the folders decides whether there are domains.
+    """The data of this name in the format that recognises it, or in FORMAT of FORMAT:NAME.
 
     `group` is a regular expression for file names (see `group_of`). `domains`, `stride` and `keep` (see `sample_domains`)
     apply to text only; images are all listed (`keep_domains` reduces them). `split_file` and `names`: see `splits.py` and
@@ -138,29 +127,17 @@ def open_source(
 
     if split_file:
         source = open_split_file(name, split_file, group)
-    elif name.endswith((".jsonl", ".jsonl.gz")):
-        from fedvlm.data.text import open_text
-
-        source = open_text(Path(name).expanduser(), domains, stride, keep)
-    elif name.endswith(".safetensors"):
-        from fedvlm.data.embeddings import open_embeddings
-
-        source = open_embeddings(Path(name).expanduser())
-    elif name.endswith((".csv", ".tsv")):
-        from fedvlm.data.manifest import open_manifest
-
-        source = open_manifest(name, group)
     else:
-        from fedvlm.data.folders import open_folder
-
-        source = open_folder(name, group)
+        kind, path = named(name)
+        with explained(f"opening data={name}"):
+            source = replace(known()[kind].open(path, Options(group, domains, stride, keep)), format=kind)
     check_groups(source)
     return renamed(source, names)
 
 
 def open_outsiders(name: str) -> Source:
     """All images below a folder, in any layout; they belong to none of the task's classes."""
-    from fedvlm.data.folders import names_in_folder
+    from fedvlm.data.formats.folder import names_in_folder
 
     root = existing(name, "outsiders", "give a folder of images")
     items = tuple(Item(n, NO_DOMAIN, "outside", "") for n in names_in_folder(root)) if root.is_dir() else ()
@@ -232,13 +209,6 @@ def with_classes(source: Source) -> Source:
     if len(source.classes) < 2:
         raise FedvlmError(f"data={source.name}: only one class ({source.classes[0]}); a classifier needs at least two")
     return source
-
-
-def require_dicom(names: Iterable[str]) -> None:
-    """An error where there are DICOM files and nothing to read them with."""
-    first = next((n for n in names if n.lower().endswith(DICOM)), "")
-    if first and find_spec("pydicom") is None:
-        raise FedvlmError(f"{first} is a DICOM file, which needs a further package: pip install 'fedvlm[dicom]'")
 
 
 def open_zip(path: Path) -> zipfile.ZipFile:

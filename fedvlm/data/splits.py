@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fedvlm.data.source import NO_DOMAIN, Item, Source, existing, group_of, require_dicom, with_classes
+from fedvlm.data.format import require_decoders
+from fedvlm.data.source import NO_DOMAIN, Item, Source, existing, group_of, with_classes
 from fedvlm.errors import FedvlmError
 
 PARTS = ("train", "val", "test")
@@ -93,7 +94,7 @@ def open_split_file(data: str, split_file: str, group: str) -> Source:
         before = seen.setdefault(entry.path, entry)
         if before is not entry:
             raise FedvlmError(f"{file}: {entry.path} is in {before.part} and again in {entry.part}; remove one of them")
-    require_dicom(seen)
+    require_decoders(seen)
     items = tuple(Item(e.path, NO_DOMAIN, e.label, group_of(group, e.path.rpartition("/")[2]), e.part) for e in entries)
     said = f"the split of {file.name} is kept{from_train({e.part for e in entries})}"
     return with_classes(Source(folder.resolve().name, root, items, notes=(said,)))

@@ -7,6 +7,8 @@ from fedvlm.engines.stacked import Stacked
 
 
 class Serial(Stacked):
+    """An engine that runs one client after the other."""
+
     @classmethod
     def open(cls, job: Job) -> Engine:
         return cls.with_chunk(job, 1)

@@ -29,6 +29,7 @@ from fedvlm.engines.base import Engine, Job, device_of
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked, in_order
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.failures import OwnPartFailed, fault_of
 from fedvlm.privacy.mechanism import Privacy
 from fedvlm.rounds.method import Method
 from fedvlm.system import files
@@ -53,6 +54,7 @@ class Work(NamedTuple):
     rows: Path
     chunk: int
     device: str
+    names: tuple[str, ...]
 
     def engine(self, warn: list[str]) -> Stacked:
         setup = self.setup
@@ -65,7 +67,9 @@ class Work(NamedTuple):
         parts = (setup.adapter, setup.local, setup.merge)
         method = Method.build(*parts, task, setup.config.seed, setup.metrics, self.privacy)
         data = with_tensors(self.data, load_file(self.tensors))
-        return Stacked(method, data, self.chunk, self.rows, warn.append, self.device, several=True)
+        return Stacked(
+            method, data, self.chunk, self.rows, warn.append, self.device, several=True, name=self.names.__getitem__
+        )
 
 
 class Sent(NamedTuple):
@@ -102,7 +106,7 @@ class Spread(Engine):
         Rows(method.newcomer, len(job.data), rows).file.close()  # there before two of them would make it
         bare = task._replace(tower=None, novel=task.novel and task.novel._replace(tower=None))
         data = replace(job.data, x=torch.empty(0), y=torch.empty(0), extras={})
-        work = Work(setup, bare, method.privacy, data, self.tensors, rows, chunk, job.device)
+        work = Work(setup, bare, method.privacy, data, self.tensors, rows, chunk, job.device, job.federation.names)
         gpus = visible() if job.device == "cuda" else ()
         count = setup.config.workers
         self.workers = [Child(serve, work, gpus[k % len(gpus)] if gpus else "") for k in range(count)]
@@ -174,7 +178,7 @@ class Spread(Engine):
 
 def replies_of(found: Found) -> list[Reply]:
     if found.error:
-        raise FedvlmError(f"a worker of this run failed: {found.error}")
+        raise FedvlmError(found.error)
     return [Reply(ids, tensors(values), tensors(shared)) for ids, values, shared in found.replies]
 
 
@@ -197,10 +201,12 @@ def serve(pipe: Connection, work: Work, gpu: str) -> None:
         try:
             engine = engine or work.engine(warnings)
             pipe.send(Found(answer(engine, request, message), list(warnings)))
-        except FedvlmError as error:
+        except OwnPartFailed as error:
             pipe.send(Found([], list(warnings), str(error)))
+        except FedvlmError as error:
+            pipe.send(Found([], list(warnings), f"a worker of this run failed: {error}"))
         except Exception as error:
-            pipe.send(Found([], list(warnings), f"{type(error).__name__}: {error} (a defect; workers=1 shows where)"))
+            pipe.send(Found([], list(warnings), f"a worker of this run failed: {fault_of(error)}"))
         warnings.clear()
 
 

@@ -19,6 +19,7 @@ from fedvlm.engines.base import Engine, Job, finite
 from fedvlm.engines.device_rows import DeviceRows
 from fedvlm.engines.rows import Rows, WriteGuard
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.failures import explained
 from fedvlm.rounds import steps
 from fedvlm.rounds.method import Method
 from fedvlm.system.devices import blocks_at_once, memory
@@ -30,6 +31,8 @@ ONE_BY_ONE = 1000  # clients up to which their final outputs are computed one cl
 
 
 class Stacked(Engine):
+    """An engine that runs a chunk of clients at a time, in this process."""
+
     def __init__(
         self,
         method: Method,
@@ -40,9 +43,11 @@ class Stacked(Engine):
         device: str = "cpu",
         guard: WriteGuard = contextlib.nullcontext,
         several: bool = False,
+        name: Callable[[int], str] = str,
     ):
         """`data` holds every client, at position = id. chunk=0: as many side by side as the measured rule says.
-        Client steps run on the device, together with the examples. `guard`, `several`: see Rows."""
+        Client steps run on the device, together with the examples. `guard`, `several`: see Rows. `name`: a client's, for
+        messages."""
         self.chunk = chunk or stack(method, device)
         self.rows: Rows | DeviceRows = Rows(method.newcomer, len(data), rows, guard, several)
         self.warn, self.device = warn, torch.device(device)
@@ -52,7 +57,7 @@ class Stacked(Engine):
             method = method.to(self.device)
             room = memory(self.device) // ROWS_SHARE
             self.rows = DeviceRows(self.rows, method.newcomer, self.device, room)
-        self.method, self.data = method, data
+        self.method, self.data, self.name = method, data, name
 
     @classmethod
     def open(cls, job: Job) -> Engine:
@@ -67,14 +72,16 @@ class Stacked(Engine):
             from fedvlm.engines.spread import Spread
 
             return Spread(job, chunk)
-        return cls(job.method, job.data, chunk, job.folder / "rows.bin", job.log, job.device)
+        rows, name = job.folder / "rows.bin", job.federation.names.__getitem__
+        return cls(job.method, job.data, chunk, rows, job.log, job.device, name=name)
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
         chosen, ids = steps.find(step), in_order(ids, self.data, self.chunk)
         home = device_of(message.shared)  # replies go where the message comes from: there the merge computes
         message = message.to(self.device)
         method = self.method.for_message(message)
-        prepared = chosen.prepare(method, message)
+        with explained(f"step {step}, round {round}", *method.parts):
+            prepared = chosen.prepare(method, message)
         ragged = chosen.schema(method, self.data.extras).ragged
         last_row = round - 1 if chosen.trains and not exchange else round
         first = 0
@@ -82,7 +89,7 @@ class Stacked(Engine):
             part = ids[first : first + self.chunk]
             try:
                 own = self.rows.read(part, last_row)
-                answer = chosen.run(method, own, message, self.at(part, round), prepared)
+                answer = steps.run(step, method, own, message, self.at(part, round), prepared, self.name)
             except torch.OutOfMemoryError as error:
                 self.narrow(error)
                 continue

@@ -30,9 +30,9 @@ from fedvlm.core.adapter import NeedsNouns, Task
 from fedvlm.core.data import Data, Extra
 from fedvlm.core.records import RoundRecord, build, parsed
 from fedvlm.data.clients import Federation
+from fedvlm.data.formats.text import ALPHABET
 from fedvlm.data.pool import Pool, task_of, with_nouns
 from fedvlm.data.source import Source
-from fedvlm.data.text import ALPHABET
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
 from fedvlm.federation.engines import nvflare as engine

@@ -16,7 +16,6 @@ from typing import TypeVar
 import torch
 
 import fedvlm
-from fedvlm import parts
 from fedvlm.config import catalogue
 from fedvlm.config.config import Setup
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, build, parsed
@@ -24,6 +23,7 @@ from fedvlm.core.records import Value as Value  # Settings are made of it, which
 from fedvlm.core.state import Params
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation.wire import octets
+from fedvlm.parts import registry
 
 LOOK, BEGIN, FINISH = "look", "begin", "finish"  # requests beside the steps
 JSON = "json"  # the part of a frame that holds one of these
@@ -75,7 +75,7 @@ class Plan:
 
     def setup(self) -> Setup:
         """The run's setup, of parts that are installed here: a plan carries no code."""
-        known = {axis: getattr(self, axis) for axis in parts.AXES} | {f"metric-{m.name}": m for m in self.metrics}
+        known = {axis: getattr(self, axis) for axis in registry.AXES} | {f"metric-{m.name}": m for m in self.metrics}
         refuse_own(known)
         return Setup.from_record(self, Path())  # type: ignore[arg-type]  # has the same entries
 
@@ -142,7 +142,7 @@ def text_of(found: dict[str, Params]) -> str:
 def refuse_own(chosen: dict[str, PartRecord]) -> None:
     for home, part in chosen.items():
         kind = home.partition("-")[0]
-        if kind != "engine" and (part.code or part.name not in parts.names(kind)):
+        if kind != "engine" and (part.code or part.name not in registry.names(kind)):
             raise FedvlmError(
                 f"{kind}={part.name}: runs across machines carry no code; install your part as a package on the server "
                 "and at every site (docs/add-a-method.md, entry points)"

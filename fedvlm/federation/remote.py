@@ -112,7 +112,7 @@ class Remote(Engine):
             header, parts = unpack(answer)
             self.note(client, answer, header, asked)
             if header.error:
-                self.guard.failed(client, asked.round, header.error)
+                self.failed(client, asked, header.error)
                 return None
             if header.ticket != asked.ticket:
                 raise BadMessage("sent an answer to another request")
@@ -120,6 +120,10 @@ class Remote(Engine):
         except BadMessage as error:
             self.guard.offence(client, asked.round, str(error))
             return None
+
+    def failed(self, client: int, asked: Header, error: str) -> None:
+        """A client could not do what it was asked for."""
+        self.guard.failed(client, asked.round, error)
 
     def note(self, client: int, answer: bytes, header: Header, asked: Header) -> None:
         """Writes down what came."""

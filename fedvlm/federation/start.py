@@ -82,6 +82,7 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") ->
 
 def checked(about: About, data: str, backbone: str, rules: str) -> dict[str, str]:
     """The content of site.json, with absolute paths."""
+    from fedvlm.data.format import absolute
     from fedvlm.data.source import open_source
     from fedvlm.federation.rules import Rules
 
@@ -90,8 +91,8 @@ def checked(about: About, data: str, backbone: str, rules: str) -> dict[str, str
     source = open_source(data)
     backbone = own_backbone(backbone)
     console.line(f"data={data}: {len(source.items):,} examples of {len(source.classes)} classes")
-    path = data if data == "emoji" else str(Path(data).expanduser().resolve())
-    return {"site": about.name, "federation": about.federation, "data": path, "backbone": backbone, "rules": own}
+    place = {"site": about.name, "federation": about.federation, "data": absolute(data)}
+    return {**place, "backbone": backbone, "rules": own}
 
 
 def own_backbone(name: str) -> str:

@@ -39,6 +39,7 @@ from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
 from fedvlm.federation.wire import OUTPUTS, SECURE, Channel, Header, octets, pack, receive, send, to_message, unpack
 from fedvlm.parts import user_code
+from fedvlm.parts.failures import OwnPartFailed
 from fedvlm.privacy.mechanism import Privacy, secret_of
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps import STEPS
@@ -82,6 +83,7 @@ class ClientRecord:
     id: int = 0
     bounds: list[int] = field(default_factory=list)
     parts: dict[str, dict[str, object]] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)  # home → the folder that the user's own part was read from
     classes: list[str] = field(default_factory=list)
     phrases: list[str] = field(default_factory=list)
     nouns: list[str] = field(default_factory=list)
@@ -101,6 +103,7 @@ def write_folder(folder: Path, about: ClientRecord, setup: Setup, task: Task, da
         "id": int(data.ids[0]),
         "bounds": data.bounds[0].tolist(),
         "parts": {home: asdict(part) for home, part in setup.parts.items()},
+        "origins": {home: code.origin for home, code in setup.codes.items()},
         "classes": task.classes,
         "phrases": task.phrases,
         "nouns": task.nouns,
@@ -132,7 +135,11 @@ class Client:
             {k: aligned(v) for k, v in load_file(folder / f"{name}.safetensors").items()} for name in ("public", "data")
         )
         records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
-        codes = {home: user_code.stored(folder / "code" / home, p.code) for home, p in records.items() if p.code}
+        codes = {
+            h: user_code.stored(folder / "code" / h, p.code, about.origins.get(h, ""))
+            for h, p in records.items()
+            if p.code
+        }
         setup = Setup(MethodRecord("client"), Config(), records, codes=codes)
         needed = setup.adapter.requires
         tower = tower_of(backbones.load(about.backbone), needed) if needed else None
@@ -153,7 +160,9 @@ class Client:
         with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
             self.epoch = last_epoch(folder) + 1
             files.write(folder / EPOCH, str(self.epoch).encode())
-        self.engine = Stacked(method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process)
+        self.engine = Stacked(
+            method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
+        )
 
     def _warn(self, text: str) -> None:
         self.warning = text
@@ -172,8 +181,15 @@ class Client:
         try:
             done, found = self.step(header, parts, done)
         except Exception as error:
-            done, found = done._replace(error=f"{type(error).__name__}: {error}"), {}
+            done, found = done._replace(error=self.told(error)), {}
         return self.noted(header, done, pack(done, found))
+
+    def told(self, error: Exception) -> str:
+        """What the server is told of an error: shapes in it may tell how many examples there are."""
+        if not self.about.withheld or (isinstance(error, FedvlmError) and not isinstance(error, OwnPartFailed)):
+            return f"{type(error).__name__}: {error}"
+        print(error, file=sys.stderr, flush=True)
+        return f"{type(error).__name__} (this site's log says more)"
 
     def step(self, header: Header, parts: dict[str, Params], done: Header) -> tuple[Header, dict[str, Params]]:
         """What a request asks for."""

@@ -1,118 +1,122 @@
-"""The parts of methods, and finding them: the files of a folder are the list; entry points, files and modules of your own
-join them.
+"""The parts of methods, and all that an author of one imports: `from fedvlm.parts import Adapter, Params, Task`.
 
-A name is, in this order: a file in the package's folder (`rotation`), an entry point of an installed package (groups
-`fedvlm.adapters`, `.local`, `.merges`, `.metrics`, `.engines`, `.backbones`), a file (`path/to/idea.py`), or a module
-(`package.module`).
+Names stay here when the modules behind them move. Each is imported when it is first used, so that `import fedvlm.parts`
+does not import torch. Engines and sources of data are rooms above this one: the table names modules in words, and only the
+use of a name, by code that is none of this package's, imports one. Inside the package nothing but the code of users does.
 """
 
-from __future__ import annotations
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import importlib
-import inspect
-from functools import cache
-from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+if TYPE_CHECKING:
+    from fedvlm.backbones.base import Backbone as Backbone
+    from fedvlm.core.adapter import Adapter as Adapter
+    from fedvlm.core.adapter import HasClassVectors as HasClassVectors
+    from fedvlm.core.adapter import HasDetectionScores as HasDetectionScores
+    from fedvlm.core.adapter import HasDiagnostics as HasDiagnostics
+    from fedvlm.core.adapter import HasGradient as HasGradient
+    from fedvlm.core.adapter import HasLinearForm as HasLinearForm
+    from fedvlm.core.adapter import HasLinearHead as HasLinearHead
+    from fedvlm.core.adapter import HasRawEmbedding as HasRawEmbedding
+    from fedvlm.core.adapter import HasSharedTwin as HasSharedTwin
+    from fedvlm.core.adapter import HasTowers as HasTowers
+    from fedvlm.core.adapter import Limits as Limits
+    from fedvlm.core.adapter import NeedsNouns as NeedsNouns
+    from fedvlm.core.adapter import Task as Task
+    from fedvlm.core.adapter import initial_classifier as initial_classifier
+    from fedvlm.core.cohort import Cohort as Cohort
+    from fedvlm.core.data import Batch as Batch
+    from fedvlm.core.data import Data as Data
+    from fedvlm.core.descent import Gradients as Gradients
+    from fedvlm.core.descent import by_autograd as by_autograd
+    from fedvlm.core.descent import optimise as optimise
+    from fedvlm.core.descent import with_proximal_term as with_proximal_term
+    from fedvlm.core.local import Local as Local
+    from fedvlm.core.local import Trained as Trained
+    from fedvlm.core.local import anchor_of as anchor_of
+    from fedvlm.core.merge import Merge as Merge
+    from fedvlm.core.metric import Additive as Additive
+    from fedvlm.core.metric import ClientView as ClientView
+    from fedvlm.core.metric import Metric as Metric
+    from fedvlm.core.metric import PerClient as PerClient
+    from fedvlm.core.metric import one_hot_statistic as one_hot_statistic
+    from fedvlm.core.model import Model as Model
+    from fedvlm.core.ranges import Count as Count
+    from fedvlm.core.ranges import NotNegative as NotNegative
+    from fedvlm.core.ranges import Positive as Positive
+    from fedvlm.core.ranges import PositiveShare as PositiveShare
+    from fedvlm.core.ranges import Range as Range
+    from fedvlm.core.ranges import Share as Share
+    from fedvlm.core.ranges import Whole as Whole
+    from fedvlm.core.schema import Field as Field
+    from fedvlm.core.schema import Fields as Fields
+    from fedvlm.core.seeds import generator as generator
+    from fedvlm.core.state import Message as Message
+    from fedvlm.core.state import Params as Params
+    from fedvlm.core.state import Reply as Reply
+    from fedvlm.core.state import State as State
+    from fedvlm.core.state import with_client_axis as with_client_axis
+    from fedvlm.core.tasks import CLASSIFICATION as CLASSIFICATION
+    from fedvlm.core.tasks import NEXT_CHARACTER as NEXT_CHARACTER
+    from fedvlm.core.tasks import SEGMENTATION as SEGMENTATION
+    from fedvlm.core.tasks import TaskType as TaskType
+    from fedvlm.data.format import Format as Format
+    from fedvlm.data.format import Options as Options
+    from fedvlm.data.images import BadImage as BadImage
+    from fedvlm.data.source import Item as Item
+    from fedvlm.data.source import Source as Source
+    from fedvlm.engines.base import Engine as Engine
+    from fedvlm.engines.base import Job as Job
+    from fedvlm.engines.serial import Serial as Serial
+    from fedvlm.engines.stacked import Stacked as Stacked
+    from fedvlm.errors import FedvlmError as FedvlmError
+    from fedvlm.parts.adapters.head import Head as Head
+    from fedvlm.parts.local.means import Means as Means
+    from fedvlm.parts.merge.mean import Mean as Mean
+    from fedvlm.parts.registry import find as find
 
-from fedvlm.errors import FedvlmError, nearest
-from fedvlm.parts import user_code
-
-HERE = Path(__file__).parent.parent  # the package
-
-
-class Kind(NamedTuple):
-    """A kind of part."""
-
-    folders: tuple[str, ...]  # below the package
-    base: str  # module:class that every part of this kind derives from
-    group: str  # of entry points
-    shared: tuple[str, ...] = ()  # files of the folders that are no parts
-
-
-KINDS = {
-    "adapter": Kind(
-        ("parts/adapters",), "fedvlm.core.adapter:Adapter", "fedvlm.adapters", ("layered", "network", "several")
+_HOMES = {
+    "fedvlm.backbones.base": ("Backbone",),
+    "fedvlm.core.adapter": (
+        *("Adapter", "Limits", "Task", "initial_classifier"),
+        *("HasClassVectors", "HasDetectionScores", "HasDiagnostics", "HasGradient", "HasLinearForm", "HasLinearHead"),
+        *("HasRawEmbedding", "HasSharedTwin", "HasTowers", "NeedsNouns"),
     ),
-    "local": Kind(("parts/local",), "fedvlm.core.local:Local", "fedvlm.local", ("means", "term")),
-    "merge": Kind(("parts/merge",), "fedvlm.core.merge:Merge", "fedvlm.merges"),
-    "metric": Kind(("parts/metrics",), "fedvlm.core.metric:Metric", "fedvlm.metrics"),
-    "engine": Kind(
-        ("engines", "federation/engines"),
-        "fedvlm.engines.base:Engine",
-        "fedvlm.engines",
-        ("base", "rows", "device_rows", "spread"),
-    ),
+    "fedvlm.core.cohort": ("Cohort",),
+    "fedvlm.core.data": ("Batch", "Data"),
+    "fedvlm.core.descent": ("Gradients", "by_autograd", "optimise", "with_proximal_term"),
+    "fedvlm.core.local": ("Local", "Trained", "anchor_of"),
+    "fedvlm.core.merge": ("Merge",),
+    "fedvlm.core.metric": ("Additive", "ClientView", "Metric", "PerClient", "one_hot_statistic"),
+    "fedvlm.core.model": ("Model",),
+    "fedvlm.core.ranges": ("Count", "NotNegative", "Positive", "PositiveShare", "Range", "Share", "Whole"),
+    "fedvlm.core.schema": ("Field", "Fields"),
+    "fedvlm.core.seeds": ("generator",),
+    "fedvlm.core.state": ("Message", "Params", "Reply", "State", "with_client_axis"),
+    "fedvlm.core.tasks": ("CLASSIFICATION", "NEXT_CHARACTER", "SEGMENTATION", "TaskType"),
+    "fedvlm.data.format": ("Format", "Options"),
+    "fedvlm.data.images": ("BadImage",),
+    "fedvlm.data.source": ("Item", "Source"),
+    "fedvlm.engines.base": ("Engine", "Job"),
+    "fedvlm.engines.serial": ("Serial",),
+    "fedvlm.engines.stacked": ("Stacked",),
+    "fedvlm.errors": ("FedvlmError",),
+    "fedvlm.parts.adapters.head": ("Head",),
+    "fedvlm.parts.local.means": ("Means",),
+    "fedvlm.parts.merge.mean": ("Mean",),
+    "fedvlm.parts.registry": ("find",),
 }
-AXES = ("adapter", "local", "merge")
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
-@cache
-def modules(kind: str) -> dict[str, str]:
-    """Built-in parts: name → module."""
-    about = KINDS[kind]
-    files = (p for folder in about.folders for p in (HERE / folder).glob("*.py"))
-    found = {p.stem: ".".join(("fedvlm", *p.relative_to(HERE).with_suffix("").parts)) for p in files}
-    return {name: where for name, where in found.items() if name not in ("__init__", *about.shared)}
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            found = getattr(import_module(home), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module 'fedvlm.parts' has no attribute '{name}'")
 
 
-@cache
-def built_in(kind: str) -> frozenset[str]:
-    return frozenset(modules(kind))
-
-
-def names(kind: str) -> list[str]:
-    """Built-in parts and those of installed packages."""
-    return sorted(built_in(kind) | installed(kind).keys())
-
-
-def installed(kind: str) -> dict[str, str]:
-    """Entry points of other packages: name → module (or module:class)."""
-    from importlib.metadata import entry_points  # slow to import, and most commands do not need it
-
-    return {e.name: e.value for e in entry_points(group=KINDS[kind].group)}
-
-
-def installed_version(kind: str, name: str) -> str:
-    """DISTRIBUTION VERSION of a part that an installed package declares; "" for a built-in one."""
-    if name in built_in(kind) or user_code.is_own(name):
-        return ""
-    from importlib.metadata import entry_points
-
-    found = [e.dist for e in entry_points(group=KINDS[kind].group) if e.name == name and e.dist]
-    return f"{found[0].name} {found[0].version}" if found else ""
-
-
-def find(kind: str, name: str) -> type:
-    """The class of a part."""
-    what = f"{kind}={name}"
-    if name in built_in(kind):
-        return only_part(kind, what, importlib.import_module(modules(kind)[name]))
-    if name in installed(kind):
-        module, _, attribute = installed(kind)[name].partition(":")
-        try:
-            found = importlib.import_module(module)
-        except Exception as error:
-            raise FedvlmError(f"{what}: {module} does not import ({type(error).__name__}: {error})") from error
-        return getattr(found, attribute) if attribute else only_part(kind, what, found)
-    if user_code.is_own(name):
-        return only_part(kind, what, user_code.read(what, name).load(what))
-    raise FedvlmError(f"{what}: no such {kind}; {nearest(name, names(kind))} (a file of your own: {kind}=path.py)")
-
-
-def only_part(kind: str, what: str, module: ModuleType) -> type:
-    """The one part that a module defines."""
-    home, _, name = KINDS[kind].base.partition(":")
-    base = getattr(importlib.import_module(home), name)
-    mine = [
-        v
-        for v in vars(module).values()
-        if inspect.isclass(v) and v.__module__ == module.__name__ and issubclass(v, base) and not inspect.isabstract(v)
-    ]
-    leaves = [v for v in mine if not any(v is not w and issubclass(w, v) for w in mine)]
-    if len(leaves) != 1:
-        raise FedvlmError(
-            f"{what}: the file must define exactly one {kind} (a class that derives from "
-            f"{KINDS[kind].base.replace(':', '.')}), and defines {len(leaves)}"
-        )
-    return leaves[0]
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -25,11 +25,22 @@ LIMIT = 4 << 20  # bytes of a package's source; more is not a part but a library
 _loaded: dict[tuple[str, str], ModuleType] = {}
 
 
+class Home(NamedTuple):
+    """Whose code lies in a file or folder."""
+
+    part: str  # such as adapter=shift.py
+    origin: Path  # the same in the user's own files, which errors name
+
+
+homes: dict[Path, Home] = {}  # of the code that was imported in this process
+
+
 class Code(NamedTuple):
     """Source files by relative path, and which of them to import."""
 
     files: dict[str, str]
     entry: str
+    origin: str = ""  # the folder that they were read from
 
     @property
     def digest(self) -> str:
@@ -61,14 +72,15 @@ class Code(NamedTuple):
             raise FedvlmError(f"{what}: its code is missing; it should hold {self.entry}")
         key = (self.seal, self.entry)
         if key not in _loaded:
-            tops = {name.split("/")[0].removesuffix(".py") for name in self.files}
-            _loaded[key] = _import(what, self._cached(), self.entry, self.digest, tops)
+            tops, folder = {name.split("/")[0].removesuffix(".py") for name in self.files}, self._cached()
+            homes[folder] = Home(what, Path(self.origin))
+            _loaded[key] = _import(what, folder, self.entry, self.digest, tops)
         return _loaded[key]
 
     def _cached(self) -> Path:
         """A folder with this code: in the cache, written beside and renamed, since other processes may read it."""
         folder = (cache_home() / "code" / self.digest).resolve()
-        if folder.is_dir() and stored(folder, self.entry) == self:
+        if folder.is_dir() and stored(folder, self.entry).files == self.files:
             return folder
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -82,9 +94,28 @@ class Code(NamedTuple):
         return fresh
 
 
-def stored(folder: Path, entry: str) -> Code:
-    """The code that `write` put into a folder."""
-    return Code({p.relative_to(folder).as_posix(): _text(p) for p in sorted(folder.rglob("*.py"))}, entry)
+def stored(folder: Path, entry: str, origin: str = "") -> Code:
+    """The code that `write` put into a folder; `origin`: the folder that it was read from, where that is known."""
+    files = {p.relative_to(folder).as_posix(): _text(p) for p in sorted(folder.rglob("*.py"))}
+    return Code(files, entry, origin or str(folder))
+
+
+def remember(part: str, module: ModuleType) -> None:
+    """Errors in this module, or in its package, are those of a part that an installed package declares."""
+    top = sys.modules[module.__name__.partition(".")[0]]
+    file = Path(top.__file__ or "")
+    home = file.parent if hasattr(top, "__path__") else file
+    homes[home] = Home(part, home)
+
+
+def home_of(file: str) -> tuple[str, str]:
+    """The part that a file of an imported module is of, and the user's own file that it is a copy of; "" where it is not
+    the code of a part."""
+    path = Path(file)
+    for place in (path, *path.parents):
+        if place in homes:
+            return homes[place].part, str(homes[place].origin / path.relative_to(place))
+    return "", ""
 
 
 def is_own(spec: str) -> bool:
@@ -98,7 +129,7 @@ def read(what: str, spec: str) -> Code:
         path = Path(spec).expanduser()
         if not path.is_file():
             raise FedvlmError(f"{what}: no such file")
-        return Code(with_siblings(path), path.name)
+        return Code(with_siblings(path), path.name, str(path.parent))
     try:
         found = importlib.util.find_spec(spec)
     except (ImportError, ValueError, AttributeError) as error:
@@ -107,14 +138,14 @@ def read(what: str, spec: str) -> Code:
         raise FedvlmError(f"{what}: no such module, or it has no Python source")
     path, names = Path(found.origin), spec.split(".")
     if len(names) == 1 and path.name != "__init__.py":
-        return Code(with_siblings(path), path.name)
+        return Code(with_siblings(path), path.name, str(path.parent))
     root = path.parents[len(names) - (path.name != "__init__.py") - 1]  # the folder of the top-level package
     files = {f"{names[0]}/{p.relative_to(root).as_posix()}": _text(p) for p in sorted(root.rglob("*.py"))}
     if sum(map(len, files.values())) > LIMIT:
         raise FedvlmError(
             f"{what}: package {names[0]} holds over {LIMIT >> 20} MB of code; move the part to a file of its own"
         )
-    return Code(files, f"{names[0]}/{path.relative_to(root).as_posix()}")
+    return Code(files, f"{names[0]}/{path.relative_to(root).as_posix()}", str(root.parent))
 
 
 def with_siblings(path: Path) -> dict[str, str]:
@@ -176,9 +207,13 @@ def _import(what: str, folder: Path, entry: str, mark: str, names: set[str]) -> 
     except FedvlmError:
         raise
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if isinstance(error, SyntaxError) else f" ({Path(at.filename).name}:{at.lineno})"
-        raise FedvlmError(f"{what} does not import: {type(error).__name__}: {error}{where}") from error
+        at = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+        at, fault = (
+            ([(error.filename or "", error.lineno)], error.msg) if isinstance(error, SyntaxError) else (at, error)
+        )
+        own = [f" ({home_of(file)[1]}:{line})" for file, line in at if home_of(file)[0]]
+        where = "".join(own[-1:])
+        raise FedvlmError(f"{what} does not import: {type(error).__name__}: {fault}{where}") from error
     finally:
         sys.path.remove(str(folder))
         for name in ours():

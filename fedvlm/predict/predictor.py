@@ -25,7 +25,7 @@ from fedvlm.data.pool import task_of
 from fedvlm.engines.rows import Rows
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.evaluation.protocols import FAR_BELOW
-from fedvlm.parts import AXES
+from fedvlm.parts.registry import AXES
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.names import file_name, printable

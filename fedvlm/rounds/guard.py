@@ -54,6 +54,7 @@ class Guard:
         self.bound, self.log = bound, log
         self.offences: dict[int, int] = {}  # rounds with an offence, by client
         self.reasons: dict[int, str] = {}  # of this round
+        self.last = ""  # why a client was left out in this round, the last of them
         self.late: set[int] = set()  # in this round
         self.lateness: dict[int, int] = {}  # rounds in a row, by client
         self.rests_until: dict[int, int] = {}
@@ -67,13 +68,13 @@ class Guard:
         return steps.find(step).schema(self.method, self.extras)
 
     def offence(self, client: int, round: int, reason: str) -> None:
-        text = printable(reason, TEXT)
-        self.reasons[client] = text
-        self.log(f"round {round}: client {self.names[client]} is left out: {text}")
+        self.reasons[client] = printable(reason, TEXT)
+        self.failed(client, round, reason)
 
     def failed(self, client: int, round: int, reason: str, late: bool = False) -> None:
         """Record a client that did not answer, which is no offence; one that is late is asked less often."""
-        self.log(f"round {round}: client {self.names[client]} is left out: {printable(reason, TEXT)}")
+        self.last = f"client {self.names[client]} is left out: {printable(reason, TEXT)}"
+        self.log(f"round {round}: {self.last}")
         if late:
             self.late.add(client)
 
@@ -102,7 +103,7 @@ class Guard:
             "late": [name[i] for i in sorted(self.late)],
             "bounded": {name[i]: round_to(x) for i, x in sorted(self.bounded.items())},
         }
-        self.reasons, self.late, self.bounded = {}, set(), {}
+        self.reasons, self.late, self.bounded, self.last = {}, set(), {}, ""
         return {k: v for k, v in found.items() if v}  # type: ignore[return-value]
 
     def restore(self, offenders: Iterator[Mapping[str, str]]) -> None:

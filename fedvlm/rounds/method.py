@@ -82,6 +82,10 @@ class Method:
         return Model(self.adapter, self.task)
 
     @property
+    def parts(self) -> tuple[object, ...]:
+        return (self.adapter, self.local, self.merge, *self.metrics.values())
+
+    @property
     def trains(self) -> bool:
         return bool(self.initial or self.newcomer)
 

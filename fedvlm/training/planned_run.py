@@ -13,6 +13,7 @@ from fedvlm.config.config import Setup
 from fedvlm.data.clients import Federation, shared_out, with_examples
 from fedvlm.data.pool import Pool
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.failures import explained
 from fedvlm.rounds.method import Method
 from fedvlm.system.machine import runs_home
 from fedvlm.system.names import file_name
@@ -52,7 +53,8 @@ class PlannedRun:
     def plain_method(self) -> Method:
         setup, federation = self.setup, self.federation
         parts = (setup.adapter, setup.local, setup.merge)
-        method = Method.build(*parts, self.pool.task, setup.config.seed, setup.metrics)
+        with explained("building the method", *parts, *setup.metrics.values()):
+            method = Method.build(*parts, self.pool.task, setup.config.seed, setup.metrics)
         for name, metric in setup.metrics.items():
             if setup.adapter.task_type not in metric.task_types:
                 learns = setup.adapter.task_type.description

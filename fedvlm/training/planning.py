@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from fedvlm.config.config import COMMAND_LINE, Setup
+from fedvlm.core.cohort import Carrier, Cohort
 from fedvlm.core.descent import OptimiserSettings
-from fedvlm.core.state import Message, copy_per_client, nbytes
+from fedvlm.core.state import Message, Reply, State, copy_per_client, nbytes
 from fedvlm.data.clients import partition_of
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.wording import doubtful_names
 from fedvlm.engines.base import device_of
-from fedvlm.errors import FedvlmError, nearest
+from fedvlm.errors import FedvlmError, NoQuorum, nearest
+from fedvlm.parts.failures import explained
 from fedvlm.rounds import steps
+from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.training import slurm, trackers
 from fedvlm.training.planned_run import PlannedRun
@@ -135,27 +140,50 @@ def check_partition_keys(setup: Setup, outlined: Pool) -> None:
         )
 
 
+class Listener:
+    """An engine that hears what a merge sends, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.heard: list[Message] = []
+
+    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
+        self.heard += [message] if step == "train" else []
+        return iter(())
+
+
+def first_message(method: Method, state: State, ids: np.ndarray) -> Message:
+    """What the merge sends first for training: some send more than the model."""
+    listener = Listener()
+    with suppress(NoQuorum), explained("round 1", *method.parts):
+        method.round(state, Cohort(cast(Carrier, listener), ids, 1))
+    return listener.heard[0] if listener.heard else state.message()
+
+
 def estimate(run: PlannedRun) -> Cost:
     """What a round will send and take: bytes are exact (except for uploads of any length and the reference model of a later
-    stage), seconds are extrapolated from a few timed batches."""
+    stage), seconds are extrapolated from a few timed batches of two clients of
+    different size."""
     setup, method, federation = run.setup, run.method, run.federation
     able = federation.seen
     asked = max(1, int(np.ceil(setup.config.participation * len(able))))
     sizes = federation.data.counts("train")
-    first = int(able[sizes[able].argmax()])
-    few = min(int(sizes[first]), 8 * setup.local.batch)
-    low = int(federation.data.bounds[first, 0])
-    sample = replace(federation.data, bounds=np.array([[low, low + few, low + few, low + few]]), ids=np.array([first]))
+    tried = able[np.argsort(-sizes[able], kind="stable")][[0, -1]]  # the largest and the smallest client, side by side
+    most = min(int(sizes[tried[0]]), 8 * setup.local.batch)
+    lengths = np.array([most, max(1, min(int(sizes[tried[1]]), most - 1))])
+    few, low = int(lengths.sum()), federation.data.bounds[tried, 0]
+    bounds = np.stack([low, *[low + lengths] * 3], axis=1)
+    sample = replace(federation.data, bounds=bounds, ids=tried)
     state = method.init(len(federation.names))
-    message = state.message()
+    message = first_message(method, state, tried)
     ready = method.for_message(message)
     torch.set_num_threads(max(1, setup.config.threads))  # as in training
     took = []
     for _ in range(2):  # the first time warms up
         began = time.perf_counter()
-        answer = steps.find("train").run(ready, copy_per_client(method.newcomer, 1), message, sample, {})
+        rows = copy_per_client(method.newcomer, len(tried))
+        answer = steps.run("train", ready, rows, message, sample, {}, federation.names.__getitem__)
         trained = time.perf_counter()
-        steps.find("score").run(ready, answer.own, message, sample, {})
+        steps.run("score", ready, answer.own, message, sample, {}, federation.names.__getitem__)
         took.append((trained - began, time.perf_counter() - trained))
     train, score = took[-1]
     share = asked / len(able)
@@ -164,4 +192,4 @@ def estimate(run: PlannedRun) -> Cost:
     seconds = (train * share * sizes[able].sum() + score * scored) / few
     ragged = sum(-math.prod(f.shape) for f in method.uploads.values() if -1 in f.shape)
     up = asked * (nbytes(method.initial) + method.upload_bytes + 4 * ragged * float(sizes[able].mean()))
-    return Cost(asked, asked * Message(state.shared, state.task).nbytes, up, float(seconds))
+    return Cost(asked, asked * message.nbytes, up, float(seconds))

@@ -22,6 +22,7 @@ from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.engines.base import device_of
 from fedvlm.errors import FedvlmError
+from fedvlm.parts.failures import fault_of
 from fedvlm.system.child_process import Child, obey
 from fedvlm.system.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
 from fedvlm.system.machine import cores
@@ -87,8 +88,8 @@ def attempt(play: Callable[[], object]) -> str:
         play()
     except FedvlmError as error:
         return str(error)
-    except (Exception, SystemExit) as error:  # a defect in one run does not end the others
-        return f"{type(error).__name__}: {error} (a defect; `fedvlm run` it alone with --debug)"
+    except (Exception, SystemExit) as error:  # a fault in one run does not end the others
+        return f"{fault_of(error)}; `fedvlm run` it alone with --debug shows more"
     return ""
 
 

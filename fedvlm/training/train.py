@@ -22,6 +22,7 @@ from fedvlm.data.clients import Federation
 from fedvlm.engines.base import Job, device_of
 from fedvlm.errors import NoQuorum, VoidRound
 from fedvlm.evaluation.views import evaluate, selection
+from fedvlm.parts.failures import explained
 from fedvlm.privacy.secure.settings import Secure
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
@@ -54,7 +55,8 @@ def train(planned: PlannedRun, on_round: OnRound = lambda record: None) -> RunFo
         bound = 0.0 if setup.config.dp == "client" else setup.config.bound
         guard = Guard(method, federation.names, declared, data.extras, bound, run.log)
         job = Job(setup, method, federation, data, run.folder, run.log, guard, device, run.name)
-        engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
+        with explained("opening the engine"):
+            engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
         try:
             with opened(setup.config.log, run) as trackers:
                 play_rounds(planned, engine, guard, run, (trackers, on_round))
@@ -68,7 +70,8 @@ def play_rounds(
 ) -> None:
     config, method, federation = planned.setup.config, planned.method, planned.federation
     everybody = np.arange(federation.scored)
-    first = method.init(len(federation.names))
+    with explained("the state before the first round", *method.parts):
+        first = method.init(len(federation.names))
     state, start = first, -1
     if saved := run.load():
         state, start = saved
@@ -89,7 +92,7 @@ def play_rounds(
             cohort = sample(config, federation, engine, guard, round)
             before = state.shared
             try:
-                with timed("rounds"):
+                with timed("rounds"), explained(f"round {round}", *method.parts, engine):
                     state, void = usable(method.round(state, cohort), state), 0
             except VoidRound as lack:  # an outage passes: the shared model stays as it is
                 void += 1
@@ -108,7 +111,7 @@ def play_rounds(
         if round == last_round or round % config.evaluate_every == 0:
             check = Cohort(engine, everybody, round, config.quorum, last_round, guard=guard)
             try:
-                with timed("evaluate"):
+                with timed("evaluate"), explained(f"the evaluation of round {round}", *method.parts, engine):
                     record |= evaluate(method, federation, check, state.message(), config.personal_split)
             except NoQuorum as lack:
                 if round == last_round:
@@ -126,7 +129,7 @@ def play_rounds(
             observe(record)
         if round == last_round:
             break
-    with timed("evaluate"):
+    with timed("evaluate"), explained("the outputs of the final models", *method.parts, engine):
         outputs = engine.outputs(state.message(), config.rounds)
     if outputs:
         run.write("outputs.safetensors", save(with_items(outputs, federation)))

@@ -351,7 +351,7 @@ def test_what_a_backbone_cannot_give_is_refused_before_images_are_encoded(images
 
 def test_siglip_and_biomedclip_say_what_works(siglip, reference, tmp_path):
     from fedvlm.config.layouts import check_adapter
-    from fedvlm.parts import find
+    from fedvlm.parts.registry import find
 
     open_clip_models.write_model("biomedclip", tmp_path, reference["biomedclip"]["shapes"])
     biomedclip = load(str(tmp_path))
@@ -367,7 +367,7 @@ def test_siglip_and_biomedclip_say_what_works(siglip, reference, tmp_path):
 
 def test_every_adapter_works_with_some_layout():
     from fedvlm.config.layouts import LAYOUTS, usable_adapters
-    from fedvlm.parts import built_in, find
+    from fedvlm.parts.registry import built_in, find
 
     found = {name.split()[0] for layout in LAYOUTS for name in usable_adapters(layout.offer)}
     assert found == {name for name in built_in("adapter") if find("adapter", name)().view != "text"}
@@ -399,7 +399,7 @@ def test_mini_clip_on_data_of_ones_own_is_said_once(images, capsys):
 
 def test_mini_clip_is_no_rehearsal_model_on_emoji():
     from fedvlm.config.layouts import notes_on
-    from fedvlm.parts import find
+    from fedvlm.parts.registry import find
 
     clip, head = load("mini-clip"), find("adapter", "head")()
     assert not notes_on(clip, head, own_data=False) and len(notes_on(clip, head, own_data=True)) == 1

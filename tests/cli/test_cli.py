@@ -176,7 +176,7 @@ def encode(images):
     assert main(["run", "fedclip", *words, f"out={tmp_path / 'no'}"]) == 1  # it has no text tower
     (tmp_path / "deep.py").write_text(
         "from dataclasses import dataclass\nfrom typing import ClassVar\n"
-        "from fedvlm.parts.adapters.head import Head as Base\n"
+        "from fedvlm.parts import Head as Base\n"
         "@dataclass(frozen=True)\nclass Deep(Base):\n    view: ClassVar[str] = 'hidden@6'\n"
     )
     assert main(["run", "fedavg", f"adapter={tmp_path / 'deep.py'}", *words, f"out={tmp_path / 'no'}"]) == 1

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from fedvlm import parts
 from fedvlm.cli import COMMANDS, main
 from fedvlm.cli.commands.completion import complete
 from fedvlm.config import recipe
+from fedvlm.parts import registry
 
 BASH = shutil.which("bash")
 
@@ -56,7 +56,7 @@ def test_keys_of_a_users_recipe_and_part(tmp_path, monkeypatch):
     (tmp_path / "my.yaml").write_text("like: fedprox\n")
     assert "mu=" in complete("fedvlm run my.yaml m")
     (tmp_path / "idea.py").write_text(
-        "from dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\n\n\n"
+        "from dataclasses import dataclass\nfrom fedvlm.parts import Head\n\n\n"
         "@dataclass(frozen=True)\nclass Idea(Head):\n    strength: float = 1.0\n"
     )
     assert complete("fedvlm run fedavg adapter=idea.py str") == ["strength=", "stride="]
@@ -72,13 +72,13 @@ def test_keys_of_a_users_recipe_and_part(tmp_path, monkeypatch):
         ("run fedot cosine=", ["cosine=false", "cosine=true"]),
         ("run fedot cosine=t", ["cosine=true"]),
         ("run fedot protocol=l", ["protocol=leave-one-domain-out"]),
-        ("run fedot engine=", ["engine=auto", *(f"engine={n}" for n in parts.names("engine"))]),
+        ("run fedot engine=", ["engine=auto", *(f"engine={n}" for n in registry.names("engine"))]),
         ("run fedot metrics=e", ["metrics=ece"]),
         ("run ga on=", [f"on={n}" for n in recipe.presets()]),
         ("run ga on=u", ["on=unet"]),
-        ("run fedot adapter=", [f"adapter={n}" for n in parts.names("adapter")]),
+        ("run fedot adapter=", [f"adapter={n}" for n in registry.names("adapter")]),
         ("run fedot adapter=ro", ["adapter=rotation"]),
-        ("run fedot local=", [f"local={n}" for n in parts.names("local")]),
+        ("run fedot local=", [f"local={n}" for n in registry.names("local")]),
         ("run fedot merge=tri", ["merge=trimmed"]),
         ("run fedot lr=", []),
         ("run fedot nosuch=", []),

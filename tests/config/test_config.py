@@ -117,7 +117,7 @@ def test_a_part_of_ones_own(tmp_path):
         '"""A private bias on the embedding."""\n'
         "from dataclasses import dataclass\n"
         "import torch\n"
-        "from fedvlm.core.adapter import Adapter\n"
+        "from fedvlm.parts import Adapter\n"
         "@dataclass(frozen=True)\n"
         "class Shift(Adapter):\n"
         '    private: tuple[str, ...] = ("shift",)\n'

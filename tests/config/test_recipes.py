@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedvlm import parts
 from fedvlm.config.recipe import AXES, Layer, _published, load, names, presets, published, published_data
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 
 FROZEN = json.loads((Path(__file__).parents[1] / "data" / "recipes.json").read_text(encoding="utf-8"))
 PRODUCT = ("fedavg", "fedprox", "ditto", "perfedavg", "ga", "grace", "afl", "q-ffl", "fft-gp")
@@ -33,7 +33,7 @@ def effective(kinds: dict[str, str], settings: dict[str, object]) -> dict[str, o
     """The parts, and every setting with the parts' defaults filled in. Other keys (rounds, backbone, …) are the run's."""
     out: dict[str, object] = settings | kinds
     for axis, name in kinds.items():
-        for f in fields(parts.find(axis, name)):
+        for f in fields(registry.find(axis, name)):
             default = f.default_factory() if f.default_factory is not MISSING else f.default
             out.setdefault(f.name, default)
     return out
@@ -85,7 +85,7 @@ def test_all_files_can_be_read_and_name_methods_and_presets_that_exist():
     for name in names():
         recipe = load(name)
         assert recipe.name == name and recipe.title and recipe.idea and not recipe.path and not recipe.on
-        assert all(getattr(recipe, axis) in parts.names(axis) for axis in AXES)
+        assert all(getattr(recipe, axis) in registry.names(axis) for axis in AXES)
     for preset in presets():
         titles = {load(name, preset).title for name in PRODUCT}
         assert len(titles) == len(PRODUCT)

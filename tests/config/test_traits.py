@@ -26,7 +26,6 @@ LISTS = {  # literal collections with names of keys that classify no keys: place
     "cli/demo.py": (1, "what the demo runs"),
     "core/ranges.py": (1, "purposes"),
     "federation/remote.py": (1, "how long a call waits"),
-    "federation/start.py": (1, "entries of site.json"),
     "federation/worker.py": (1, "entries of client.json"),
     "predict/finished.py": (1, "the questions to a finished run"),
     "report/page.py": (1, "headings of facts"),

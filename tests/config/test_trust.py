@@ -31,11 +31,11 @@ from fedvlm.system import allowed
 from fedvlm.training.folder import RunFolder
 
 CODE = {
-    "adapter": "from fedvlm.parts.adapters.rotation import Rotation\n\n\nclass Mine(Rotation):\n    pass\n",
-    "local": "from fedvlm.parts.local.sgd import Sgd\n\n\nclass Mine(Sgd):\n    pass\n",
-    "merge": "from fedvlm.parts.merge.mean import Mean\n\n\nclass Mine(Mean):\n    pass\n",
-    "metric-mine": "from fedvlm.parts.metrics.macro_f1 import MacroF1\n\n\nclass Mine(MacroF1):\n    pass\n",
-    "engine": "from fedvlm.engines.serial import Serial\n\n\nclass Mine(Serial):\n    pass\n",
+    "adapter": "from fedvlm.parts import find\n\n\nclass Mine(find('adapter', 'rotation')):\n    pass\n",
+    "local": "from fedvlm.parts import Local\n\n\nclass Mine(Local):\n    pass\n",
+    "merge": "from fedvlm.parts import Mean\n\n\nclass Mine(Mean):\n    pass\n",
+    "metric-mine": "from fedvlm.parts import find\n\n\nclass Mine(find('metric', 'macro_f1')):\n    pass\n",
+    "engine": "from fedvlm.parts import Serial\n\n\nclass Mine(Serial):\n    pass\n",
 }
 
 

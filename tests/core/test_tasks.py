@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
-from fedvlm import parts
 from fedvlm.backbones import load
 from fedvlm.cli import main
 from fedvlm.config.config import resolve
@@ -27,12 +26,13 @@ from fedvlm.core.descent import MOMENTUM, gradient_step, with_proximal_term
 from fedvlm.core.state import Message, Reply
 from fedvlm.core.tasks import SEGMENTATION, dice, mask_loss
 from fedvlm.data.clients import federate
+from fedvlm.data.formats.text import ALPHABET, BLOCK, WINDOW, tokens
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import open_source
-from fedvlm.data.text import ALPHABET, BLOCK, WINDOW, tokens
 from fedvlm.engines import base
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.parts.adapters.lstm import Lstm
 from fedvlm.parts.adapters.network import Norm
 from fedvlm.parts.adapters.resnet import ResNet
@@ -113,7 +113,7 @@ def test_averaged_moments_are_those_of_all_data_and_averaged_variances_are_not(d
 
 def test_running_statistics_travel_and_are_averaged(double):
     task, data = example("resnet")
-    method = Method.build(small_adapter(ResNet), parts.find("local", "sgd")(batch=4), Mean(), task, 5)
+    method = Method.build(small_adapter(ResNet), registry.find("local", "sgd")(batch=4), Mean(), task, 5)
     engine, ids = Stacked(method, data, 1), np.array([0, 2])
     reply = asked(method, data, *ids)
     state = method.round(method.init(6), Cohort(engine, ids, 1))
@@ -133,8 +133,8 @@ def test_nothing_pulls_at_running_statistics(double):
     moved = gradient_step(now, [torch.ones(1, 2)] * 2, 0.5)
     assert moved["w"].tolist() == [[0.5, 0.5]] and moved["bn.running_mean"] is now["bn.running_mean"]
     task, data = example("resnet")
-    kind = parts.find("local", "scaffold")(batch=4, lr=0.01)
-    method = Method.build(small_adapter(ResNet), kind, parts.find("merge", "scaffold")(), task, 5)
+    kind = registry.find("local", "scaffold")(batch=4, lr=0.01)
+    method = Method.build(small_adapter(ResNet), kind, registry.find("merge", "scaffold")(), task, 5)
     reply = asked(method, data, 0, extra={k: torch.zeros_like(v) for k, v in method.initial.items()})
     assert not reply.values[CONTROL + "bn1.running_mean"].any() and reply.values[CONTROL + "bn1.weight"].any()
     assert not torch.equal(reply.shared["bn1.running_mean"][0], method.initial["bn1.running_mean"])
@@ -144,7 +144,7 @@ def test_nothing_pulls_at_running_statistics(double):
 def test_another_device_changes_nothing(adapter, double):
     """The way that leads to a GPU, with the processor's other name for a device: same replies, same views."""
     task, data = example(adapter)
-    method = Method.build(small_adapter(adapter), parts.find("local", "ditto")(batch=4), Mean(), task, 5)
+    method = Method.build(small_adapter(adapter), registry.find("local", "ditto")(batch=4), Mean(), task, 5)
     found = []
     for device in ("cpu", "cpu:0"):
         engine = Stacked(method, data, 2, device=device)
@@ -218,7 +218,7 @@ def test_lstm_is_torchs(double):
 def test_the_tower_starts_as_the_backbone(images):
     """Round 0 of full fine-tuning is zero-shot: the same embeddings as those the store holds."""
     tower, plain = pool_of("fedavg", on="tower", data=str(images)), pool_of("zero-shot", data=str(images))
-    adapter = parts.find("adapter", "tower")()
+    adapter = registry.find("adapter", "tower")()
     params = {k: v[None] for k, v in adapter.init(tower.task, 1).items()}
     with torch.no_grad():
         found = adapter.features(tower.task, params, tower.x[None, ::15])[0]
@@ -239,7 +239,7 @@ def test_full_fine_tuning_is_counted_not_asserted():
         clip = CLIPModel(CLIPConfig(projection_dim=512))
         tower = ImageTower(clip.vision_model, clip.visual_projection, Normalisation())
         task = Task(("a", "b"), torch.zeros(2, 512), 512, 100.0, tower)
-    build = {n: parts.find("adapter", n)() for n in ("tower", "attention")}
+    build = {n: registry.find("adapter", n)() for n in ("tower", "attention")}
     with torch.device("meta"):
         whole = sum(v.numel() for v in build["tower"].init(task, 1).values())
     small = sum(v.numel() for v in build["attention"].init(task._replace(text=torch.zeros(2, 512)), 1).values())
@@ -356,7 +356,9 @@ def test_data_and_adapter_must_fit(tmp_path, images):
         pool_of("fedclip", data=str(images), backbone="pixels:16")
     with pytest.raises(FedvlmError, match="objective=contrastive"):
         task, _ = example("unet")
-        Method.build(parts.find("adapter", "unet")(), parts.find("local", "sgd")(objective="contrastive"), Mean(), task)
+        Method.build(
+            registry.find("adapter", "unet")(), registry.find("local", "sgd")(objective="contrastive"), Mean(), task
+        )
     with pytest.raises(FedvlmError, match="pixels:SIZE"):
         load("pixels:big")
 
@@ -428,7 +430,7 @@ def test_a_prompt_of_the_usual_words_is_zero_shot(images):
     """PromptFL started from "a photo of a" gives the class embeddings that zero-shot has, but for the full stop."""
     given = {"data": str(images), "template": "a photo of a {}."}
     pools = [pool_of(m, **given) for m in ("promptfl", "zero-shot")]
-    adapter = parts.find("adapter", "prompt")(phrase="a photo of a")
+    adapter = registry.find("adapter", "prompt")(phrase="a photo of a")
     params = {k: v[None] for k, v in adapter.init(pools[0].task, 1).items()}
     found = adapter.logits(pools[0].task, params, pools[0].x[None, :9])[0]
     expected = pools[1].task.scale * pools[1].x[:9] @ pools[1].task.names().T
@@ -461,7 +463,7 @@ def test_grace_without_alignment_is_perfedavg(double):
     data = random_data(task)
     replies = []
     for rule in (Grace(align=0.0, inner=0.02, keep=False, lr=0.05, batch=4), PerFedAvg(inner=0.02, lr=0.05, batch=4)):
-        method = Method.build(parts.find("adapter", "attention")(), rule, Mean(), task, 5)
+        method = Method.build(registry.find("adapter", "attention")(), rule, Mean(), task, 5)
         replies.append(Cohort(Stacked(method, data, 6), np.arange(5), 1).ask("train", Message(method.initial)))
     one, other = (reply.shared | reply.values for reply in replies)
     assert one.keys() == other.keys() and one
@@ -472,7 +474,7 @@ def test_grace_without_alignment_is_perfedavg(double):
 def test_grace_looks_back_at_what_was_sent_and_bgp_goes_on(double):
     """One batch, by hand: GRACE steps from w with the slope taken ahead; BGP's second step starts where the first ended."""
     task = random_task()
-    model = Method.build(parts.find("adapter", "attention")(), Grace(), Mean(), task, 5).model
+    model = Method.build(registry.find("adapter", "attention")(), Grace(), Mean(), task, 5).model
     data = random_data(task)
     batch = Batch(data.x[None, :6], data.y[None, :6], torch.full((1, 6), 1 / 6))
     now = {k: v[None].clone() for k, v in model.adapter.init(task, 5).items()}

@@ -16,7 +16,8 @@ from helpers import train_small
 from PIL import Image
 
 from fedvlm.backbones.base import ViewFormat
-from fedvlm.data import folders, source, text
+from fedvlm.data import source
+from fedvlm.data.formats import folder, text
 from fedvlm.data.images import Unreadable, decode
 from fedvlm.data.pool import image_pool, with_outsiders
 from fedvlm.data.source import open_outsiders, open_source
@@ -152,11 +153,11 @@ def test_an_unreadable_folder_is_not_passed_over(tmp_path, monkeypatch):
 
 def test_the_number_of_files_is_bounded(tmp_path, monkeypatch):
     root = good_images(tmp_path / "pets")
-    monkeypatch.setattr(folders, "MAX_ITEMS", 6)
+    monkeypatch.setattr(folder, "MAX_ITEMS", 6)
     for opened in (open_source, open_outsiders):
         with pytest.raises(FedvlmError, match="more than 6 files and folders"):
             opened(str(root))
-    monkeypatch.setattr(folders, "MAX_ITEMS", 7)
+    monkeypatch.setattr(folder, "MAX_ITEMS", 7)
     assert len(open_source(str(root)).items) == 4
 
 

@@ -27,8 +27,8 @@ from fedvlm.backbones.http import Endpoint
 from fedvlm.data import encode_server as server
 from fedvlm.data import images
 from fedvlm.data.encode_server import serve
+from fedvlm.data.formats.arrays import as_image
 from fedvlm.data.images import BadImage, Unreadable, decode
-from fedvlm.data.objects import as_image
 from fedvlm.data.pool import image_pool
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError

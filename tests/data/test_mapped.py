@@ -12,7 +12,7 @@ from fedvlm.core.seeds import numpy_generator
 from fedvlm.data import mapped, partition
 from fedvlm.data.clients import federate
 from fedvlm.data.columns import NumberedItems, Words
-from fedvlm.data.embeddings import open_embeddings, write_embeddings
+from fedvlm.data.formats.embeddings import open_embeddings, write_embeddings
 from fedvlm.data.pool import embedding_pool
 from fedvlm.data.source import NO_DOMAIN, Item
 

@@ -563,7 +563,7 @@ def test_dicom_in_folders_and_broken(tmp_path):
 def test_dicom_without_its_package_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "scans" / "a").mkdir(parents=True)
     (tmp_path / "scans" / "a" / "0.dcm").write_bytes(b"\0" * 128 + b"DICM")
-    monkeypatch.setattr("fedvlm.data.source.find_spec", lambda name: None)
+    monkeypatch.setattr("fedvlm.data.formats.dicom.find_spec", lambda name: None)
     with pytest.raises(FedvlmError, match=r"pip install 'fedvlm\[dicom\]'"):
         open_source(str(tmp_path / "scans"))
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fedvlm import parts
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.descent import Optimiser, OptimiserSettings
@@ -22,6 +21,7 @@ from fedvlm.engines.device_rows import DeviceRows
 from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.parts.adapters.network import Norm
 from fedvlm.parts.merge.mean import Mean
 from fedvlm.rounds.guard import Guard
@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_is_told_at_the_end_of_the_round(monkeypatch):
 
 def test_memory_that_is_full_first_costs_the_rows_there(double, monkeypatch):
     task, data = example("linear")
-    method = Method.build(small_adapter("linear"), parts.find("local", "ditto")(batch=4), Mean(), task, 5)
+    method = Method.build(small_adapter("linear"), registry.find("local", "ditto")(batch=4), Mean(), task, 5)
     engine = Stacked(method, data, 2, device="cpu:0")
     state = method.round(method.init(6), Cohort(engine, np.arange(5), 1))
     assert isinstance(engine.rows, DeviceRows) and len(engine.rows.held) == 5
@@ -131,7 +131,7 @@ class Apart(TorchFunctionMode):
 def test_nothing_on_a_gpu_meets_what_is_not(adapter):
     """Two rounds of the mean with personal copies, gaps and updates that are cut short, scores, and the final outputs."""
     task, data = example(adapter)
-    local = parts.find("local", "sgd")(batch=4, keep=True, momentum=0.9)
+    local = registry.find("local", "sgd")(batch=4, keep=True, momentum=0.9)
     method = Method.build(small_adapter(adapter), local, Mean(gaps=True, cosine=True), task, 5)
     with Apart():
         engine = Stacked(method, data, 2, device="cpu:0")
@@ -149,8 +149,8 @@ def test_nothing_on_a_gpu_meets_what_is_not(adapter):
 def test_where_the_merge_computes():
     """The plain mean works on a GPU; a merge that derives from it, noise and masks have their own ways."""
     task, data = example("linear")
-    build = parts.find("local", "scaffold")(), parts.find("merge", "scaffold")()
-    mean = Method.build(small_adapter("linear"), parts.find("local", "sgd")(), Mean(), task, 5)
+    build = registry.find("local", "scaffold")(), registry.find("merge", "scaffold")()
+    mean = Method.build(small_adapter("linear"), registry.find("local", "sgd")(), Mean(), task, 5)
     other = Method.build(small_adapter("linear"), *build, task, 5)
     assert mean.merges_anywhere and not other.merges_anywhere
     engine = Stacked(mean, data, 2, device="cpu:0")
@@ -180,7 +180,7 @@ def test_half_precision_is_near_full(adapter):
     found = {}
     for precision in ("full", "half"):
         kind = small_adapter(adapter, precision=precision)
-        method = Method.build(kind, parts.find("local", "sgd")(batch=4, lr=0.01, momentum=0.9), Mean(), task, 5)
+        method = Method.build(kind, registry.find("local", "sgd")(batch=4, lr=0.01, momentum=0.9), Mean(), task, 5)
         engine = Stacked(method, data, 1)
         found[precision] = Cohort(engine, np.arange(5), 1).ask("train", method.init(6).message())
     full, half = found["full"], found["half"]
@@ -226,7 +226,7 @@ def test_a_large_gpu_scores_more_at_once(monkeypatch):
     from fedvlm.system import devices
 
     task, data = example("unet")
-    model = Method.build(small_adapter("unet"), parts.find("local", "sgd")(), Mean(), task, 5).model
+    model = Method.build(small_adapter("unet"), registry.find("local", "sgd")(), Mean(), task, 5).model
     assert examples_at_once(model, data.x) == 8
     monkeypatch.setattr(devices, "memory", lambda device: 139 << 30)
     assert examples_at_once(model, data.x) == 64

@@ -15,7 +15,6 @@ from helpers import example, numbered, scores, small_adapter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedvlm import parts
 from fedvlm.cli import main
 from fedvlm.config.config import Layout, Setup, resolve
 from fedvlm.core.adapter import Task
@@ -33,6 +32,7 @@ from fedvlm.errors import FedvlmError, NoQuorum
 from fedvlm.evaluation import novel
 from fedvlm.evaluation.novel import MACRO
 from fedvlm.evaluation.views import evaluate
+from fedvlm.parts import registry
 from fedvlm.report.figures import LIGHT, gather
 from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
@@ -254,7 +254,7 @@ def test_what_shares_nothing_has_no_shared_view(images, tmp_path):
     assert set(last["base_to_novel"]) == {"personal"} and last["local"] > last["base"]
 
 
-CLASSIFIERS = [n for n in parts.names("adapter") if parts.find("adapter", n).task_type is CLASSIFICATION]
+CLASSIFIERS = [n for n in registry.names("adapter") if registry.find("adapter", n).task_type is CLASSIFICATION]
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
@@ -273,7 +273,7 @@ def test_the_vocabulary_is_open_just_where_no_parameter_is_a_class(name, double)
 
 
 def test_class_specific_prompts_have_a_closed_vocabulary():
-    prompt = parts.find("adapter", "prompt")
+    prompt = registry.find("adapter", "prompt")
     assert prompt().open_vocabulary and not prompt(specific=True).open_vocabulary
 
 
@@ -509,6 +509,6 @@ def test_splits_are_those_of_every_protocol():
 def test_methods_without_the_protocol_answer_nothing():
     task, data = example("head")
     method = Method.build(
-        parts.find("adapter", "none")(), parts.find("local", "sgd")(), parts.find("merge", "mean")(), task
+        registry.find("adapter", "none")(), registry.find("local", "sgd")(), registry.find("merge", "mean")(), task
     )
     assert method.base_and_novel == {} and not data.extras

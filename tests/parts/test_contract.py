@@ -1,7 +1,7 @@
 """What every adapter × local rule × merge must do, whoever wrote it.
 
-Combinations are those of all parts that `fedvlm.parts.names` knows, and of parts given by `pytest --part adapter=idea.py`.
-A combination is left out only where the package refuses it for a reason in EXPECTED. Each check is a function of a Case, a
+Combinations are those of all parts that `registry.names` knows, and of parts given by `pytest --part adapter=idea.py`. A
+combination is left out only where the package refuses it for a reason in EXPECTED. Each check is a function of a Case, a
 method on data; a test runs all checks of one combination, so that they share the rounds they look at.
 """
 
@@ -35,7 +35,6 @@ from helpers import (
 )
 from torch import Tensor
 
-from fedvlm import parts
 from fedvlm.core.adapter import Adapter, HasDiagnostics, HasGradient, Limits
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data, Extra
@@ -47,6 +46,7 @@ from fedvlm.core.state import Message, Params, Reply, State, copy_per_client, is
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, cross_entropy
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.parts.local.sgd import Sgd
 from fedvlm.parts.merge.mean import Mean
 from fedvlm.rounds import steps
@@ -94,7 +94,7 @@ Names = tuple[str, str, str]  # of an adapter, a local rule and a merge
 
 
 def every_metric() -> dict[str, Metric]:
-    return {name: parts.find("metric", name)() for name in parts.names("metric")}
+    return {name: registry.find("metric", name)() for name in registry.names("metric")}
 
 
 @cache
@@ -145,7 +145,7 @@ def is_typical(names: Names) -> bool:
 
 @cache
 def combinations(more: tuple[tuple[str, str], ...] = (), everything: bool = True) -> list[Names]:
-    axes = [[*parts.names(axis), *(name for kind, name in more if kind == axis)] for axis in parts.AXES]
+    axes = [[*registry.names(axis), *(name for kind, name in more if kind == axis)] for axis in registry.AXES]
     chosen = (names for names in itertools.product(*axes) if everything or is_typical(names))
     return [names for names in chosen if is_affordable(names) and is_enrolled(names)]
 
@@ -530,7 +530,7 @@ def failures(case: Case, checks: tuple[Check, ...] = CHECKS + FURTHER) -> dict[s
 
 
 def test_contract(names, double, pytestconfig):
-    more = {name: parts.find("metric", name)() for kind, name in given_parts(pytestconfig) if kind == "metric"}
+    more = {name: registry.find("metric", name)() for kind, name in given_parts(pytestconfig) if kind == "metric"}
     found = failures(case_of(*small_parts(*names), metrics=more), checks_of(names))
     if found:
         raise ExceptionGroup(f"{'-'.join(names)} fails {', '.join(found)}", list(found.values()))
@@ -556,7 +556,7 @@ class Canned:
 ROBUST = ("median", "trimmed")  # of running statistics they take their own robust mean, not one by weights
 
 
-@pytest.mark.parametrize("merge", parts.names("merge"))
+@pytest.mark.parametrize("merge", registry.names("merge"))
 def test_running_statistics_are_averaged_and_counted_nowhere_else(merge, double):
     """In a network with batch norm, statistics of any size change neither the other parameters nor the weights."""
     local = merge if merge in ("moments", "scaffold") else "sgd"
@@ -584,30 +584,30 @@ def test_running_statistics_are_averaged_and_counted_nowhere_else(merge, double)
 
 def test_every_part_is_enrolled():
     """Also one that was added a moment ago."""
-    for at, axis in enumerate(parts.AXES):
-        assert {names[at] for names in combinations()} == set(parts.names(axis))
+    for at, axis in enumerate(registry.AXES):
+        assert {names[at] for names in combinations()} == set(registry.names(axis))
     assert not small_adapter(SHARES_ALL).private and small_adapter(HAS_PRIVATE).private
-    assert all(refusal((adapter, "sgd", "mean")) == "" for adapter in parts.names("adapter"))
+    assert all(refusal((adapter, "sgd", "mean")) == "" for adapter in registry.names("adapter"))
 
 
 def test_every_metric_is_enrolled():
     """With a case of a task type that it is for."""
     found = set()
-    for adapter in map(small_adapter, parts.names("adapter")):
+    for adapter in map(small_adapter, registry.names("adapter")):
         case = case_of(adapter, *small_parts("head", "sgd", "mean")[1:])
         method, data = with_everything(case.method, case.data)
         found |= {name.partition(".")[2] for name in steps.find("score").schema(method, data.extras).values}
-    assert found >= set(parts.names("metric")) | set(METRICS)
+    assert found >= set(registry.names("metric")) | set(METRICS)
 
 
 @pytest.mark.parametrize("pattern", EXPECTED)
 def test_every_expected_refusal_occurs(pattern):
-    assert any(re.match(pattern, refusal(names)) for names in itertools.product(*map(parts.names, parts.AXES)))
+    assert any(re.match(pattern, refusal(names)) for names in itertools.product(*map(registry.names, registry.AXES)))
 
 
 HEAD = """from dataclasses import dataclass
 import torch
-from fedvlm.parts.adapters.head import Head
+from fedvlm.parts import Head
 
 @dataclass(frozen=True)
 class Mine(Head):
@@ -615,15 +615,14 @@ class Mine(Head):
 """
 SGD = """from dataclasses import dataclass
 import torch
-from fedvlm.parts.local.sgd import Sgd
-from fedvlm.core.schema import Field
+from fedvlm.parts import Field, Local
 
 @dataclass(frozen=True)
-class Mine(Sgd):
+class Mine(Local):
 """
 ADDITIVE = """from dataclasses import dataclass
 import torch
-from fedvlm.core.metric import Additive, PerClient
+from fedvlm.parts import Additive, PerClient
 
 @dataclass(frozen=True)
 class Mine(Additive):
@@ -724,7 +723,7 @@ WRONG_SHAPES = {
 @pytest.mark.parametrize("wrong", WRONG_SHAPES)
 def test_a_metric_of_another_shape_is_found(tmp_path, double, wrong):
     name = written("metric", tmp_path, ADDITIVE + WRONG_SHAPES[wrong])
-    found = failures(case_of(*small_parts("head", "sgd", "mean"), metrics={"mine": parts.find("metric", name)()}))
+    found = failures(case_of(*small_parts("head", "sgd", "mean"), metrics={"mine": registry.find("metric", name)()}))
     assert "check_metrics_have_their_shape" in found
 
 
@@ -737,7 +736,7 @@ def test_a_metric_per_client_of_another_shape_is_found(tmp_path, double):
 """
     )
     name = written("metric", tmp_path, source)
-    found = failures(case_of(*small_parts("head", "sgd", "mean"), metrics={"mine": parts.find("metric", name)()}))
+    found = failures(case_of(*small_parts("head", "sgd", "mean"), metrics={"mine": registry.find("metric", name)()}))
     assert "check_replies_match_the_schema" in found
 
 
@@ -767,7 +766,7 @@ def test_a_local_rule_that_is_not_a_function_of_its_client_is_found(tmp_path, do
 # What only some adapters have
 
 
-@pytest.mark.parametrize("name", [n for n in parts.names("adapter") if isinstance(small_adapter(n), HasGradient)])
+@pytest.mark.parametrize("name", [n for n in registry.names("adapter") if isinstance(small_adapter(n), HasGradient)])
 def test_gradients_in_closed_form_are_autograds(name, double):
     method = build(name, "sgd", "mean")
     model, data = method.model, example(name)[1]
@@ -783,7 +782,7 @@ def test_gradients_in_closed_form_are_autograds(name, double):
 
 READ_ANEW = {"conditional": "its prompts depend on the image", "visual": "it does not change the text tower"}
 READ_ANEW |= {"server_coop": READ_ANEW["conditional"], "visual_head": READ_ANEW["visual"]}
-READERS = [n for n in parts.names("adapter") if small_adapter(n).requires in ("text tower", "both towers")]
+READERS = [n for n in registry.names("adapter") if small_adapter(n).requires in ("text tower", "both towers")]
 
 
 @pytest.mark.parametrize("name", [n for n in READERS if n not in READ_ANEW])

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedvlm import parts
 from fedvlm.cli import main
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch, Data, Extra
@@ -25,6 +24,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.state import Message, Params, Reply, State, copy_per_client, nbytes, with_client_axis
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.parts.adapters.lora import Lora
 from fedvlm.parts.local.two_stage import REINFORCED, Sample, TwoStage, random_numbers
 from fedvlm.parts.merge.stages import FINAL, Stages
@@ -385,8 +385,8 @@ def test_a_round_of_it_by_hand(double):
 def test_without_a_second_stage_it_is_plain_training(double):
     _, data = example("lora")
     ours, theirs = (
-        play(feddtl(rule(**RULES), parts.find("merge", "mean")()), data, 6, rounds=2).state.shared
-        for rule in (TwoStage, parts.find("local", "sgd"))
+        play(feddtl(rule(**RULES), registry.find("merge", "mean")()), data, 6, rounds=2).state.shared
+        for rule in (TwoStage, registry.find("local", "sgd"))
     )
     same(ours, theirs)
 
@@ -431,15 +431,15 @@ def test_reinforced_order_and_absence(double):
 
 RULES_FOR_LORA = [
     n
-    for n in parts.names("local")
-    if not (rule := parts.find("local", n)).partner and not rule().incompatible(Lora(towers="image"))
+    for n in registry.names("local")
+    if not (rule := registry.find("local", n)).partner and not rule().incompatible(Lora(towers="image"))
 ]
 
 
 @pytest.mark.parametrize("local", RULES_FOR_LORA)
 def test_other_rules_do_not_mind_a_reference(double, local):
     _, data = example("lora")
-    rule = parts.find("local", local)(**RULES)
+    rule = registry.find("local", local)(**RULES)
     with_it, without = (
         play(feddtl(rule, Stages(stage=stage)), data, 6, rounds=2)[0] for stage in ("reinforced", "supervised")
     )
@@ -748,7 +748,7 @@ def test_what_cannot_be_is_refused_in_words(double):
     with pytest.raises(FedvlmError, match=r"merge=text_server does not go with adapter=lora: .* towers=image"):
         feddtl(adapter=replace(IMAGE, towers="both"))
     with pytest.raises(FedvlmError, match="local=two_stage does not go with adapter=head"):
-        Method.build(parts.find("adapter", "head")(), TwoStage(), Stages(), example("head")[0])
+        Method.build(registry.find("adapter", "head")(), TwoStage(), Stages(), example("head")[0])
 
 
 # whole runs

@@ -20,7 +20,7 @@ from fedvlm.config.config import resolve
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.model import Model
 from fedvlm.core.state import with_client_axis
-from fedvlm.data.embeddings import open_embeddings, write_embeddings
+from fedvlm.data.formats.embeddings import open_embeddings, write_embeddings
 from fedvlm.data.pool import embedding_pool
 from fedvlm.data.source import open_source
 from fedvlm.data.store import features, listing, open_view

@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import ABLE, NOUNS, RULES, example, play
 
-from fedvlm import parts
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch, Extra
@@ -20,6 +19,7 @@ from fedvlm.core.state import Message, copy_per_client, with_client_axis
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.parts.adapters.outsiders import Outsiders, together
 from fedvlm.parts.local.bdro import Bdro, noise
 from fedvlm.parts.local.contrast import Contrast
@@ -242,9 +242,9 @@ def test_one_client_with_one_example_of_one_class(double):
 def test_what_does_not_go_together_is_refused_in_words(double):
     task = example("head")[0]
     with pytest.raises(FedvlmError, match="works on shared parameters named context, outsiders"):
-        Method.build(parts.find("adapter", "head")(), Sgd(), Transport(), task)
+        Method.build(registry.find("adapter", "head")(), Sgd(), Transport(), task)
     with pytest.raises(FedvlmError, match="does not go with adapter=head"):
-        Method.build(parts.find("adapter", "head")(), Contrast(), parts.find("merge", "mean")(), task)
+        Method.build(registry.find("adapter", "head")(), Contrast(), registry.find("merge", "mean")(), task)
     with pytest.raises(FedvlmError, match="count=100 outsider prompts, and there are 4 nouns"):
         Outsiders(context=2).init(example("outsiders")[0], 1)
 
@@ -252,10 +252,10 @@ def test_what_does_not_go_together_is_refused_in_words(double):
 def test_a_contrast_of_nothing_is_plain_training(double):
     """μ = 0; and with μ the shared prompt comes nearer to the frozen model's words."""
     task, data = example("lowrank")
-    adapter = parts.find("adapter", "lowrank")(context=2)
+    adapter = registry.find("adapter", "lowrank")(context=2)
 
     def shared(local):
-        method = Method.build(adapter, local, parts.find("merge", "mean")(), task, 5)
+        method = Method.build(adapter, local, registry.find("merge", "mean")(), task, 5)
         return play(method, data, 6, rounds=2).state.shared
 
     torch.testing.assert_close(shared(Contrast(**RULES, contrast=0.0)), shared(Sgd(**RULES)))

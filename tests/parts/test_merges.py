@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedvlm import parts
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.state import Message, Reply, State, copy_per_client
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.parts.local.bgp import Bgp, coral
 from fedvlm.parts.local.sgd import Sgd
 from fedvlm.parts.merge.afl import project_to_simplex
@@ -394,7 +394,7 @@ def test_a_setting_that_a_part_depends_on_cannot_be_switched_off(given):
 
 
 @pytest.mark.parametrize(
-    "merge", [n for n in parts.names("merge") if parts.find("merge", n).partner in ("", "scaffold")]
+    "merge", [n for n in registry.names("merge") if registry.find("merge", n).partner in ("", "scaffold")]
 )
 def test_every_merge_uses_the_settings_it_accepts(merge):
     """cosine= and gaps= are recorded by every merge; weights= is refused where sizes are not used."""
@@ -409,9 +409,9 @@ def test_every_merge_uses_the_settings_it_accepts(merge):
         "scaffold" if merge == "scaffold" else "sgd",
     )
     task, data = example(adapter)
-    kind = parts.find("merge", merge)(cosine=True, gaps=True)
+    kind = registry.find("merge", merge)(cosine=True, gaps=True)
     chosen = small_adapter(adapter, **({"towers": "image"} if merge in ("text_server", "other_text") else {}))
-    method = Method.build(chosen, parts.find("local", local)(batch=4), kind, task, 5)
+    method = Method.build(chosen, registry.find("local", local)(batch=4), kind, task, 5)
     state, engine = method.init(6), Stacked(method, data, 6)
     for round in (1, 2):
         cohort = Cohort(engine, np.arange(5), round, rounds=2)
@@ -441,9 +441,9 @@ def test_communication_of_faa_against_ga(every, more):
     """FAA's two further broadcasts double the bytes of a round; in each twentieth round (Table 15) that is +5 %."""
     task = random_task()
     data, spent = random_data(task), []
-    for merge in (parts.find("merge", "faa")(every=every), parts.find("merge", "ga")()):
+    for merge in (registry.find("merge", "faa")(every=every), registry.find("merge", "ga")()):
         method = Method.build(
-            parts.find("adapter", "attention")(), parts.find("local", "sgd")(batch=16), merge, task, 5
+            registry.find("adapter", "attention")(), registry.find("local", "sgd")(batch=16), merge, task, 5
         )
         state, engine, total = method.init(6), Stacked(method, data, 6), 0
         for round in range(1, 21):

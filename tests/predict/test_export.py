@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedvlm
-from fedvlm import backbones, cli, parts
+from fedvlm import backbones, cli
 from fedvlm.core.adapter import Adapter, Task
 from fedvlm.core.model import Model
 from fedvlm.data.corruptions import corrupt
@@ -32,6 +32,7 @@ from fedvlm.data.images import decode
 from fedvlm.data.pool import task_of
 from fedvlm.data.source import digest, open_source
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.predict import questions
 from fedvlm.predict.export.card import plain
 from fedvlm.predict.export.onnx import difference, example_images, pixels_of, preprocessing, to_onnx
@@ -220,7 +221,7 @@ def test_onnx_gives_the_same_probabilities(name):
 
 
 def example(name: str) -> Predictor:
-    adapter, clip = parts.find("adapter", name)(), backbones.load("mini-clip")
+    adapter, clip = registry.find("adapter", name)(), backbones.load("mini-clip")
     task = task_of(clip, CLASSES, "a photo of a {}", adapter.requires)
     draw = torch.Generator().manual_seed(0)
     params = {k: v + 0.02 * torch.randn(v.shape, generator=draw) for k, v in adapter.init(task, 0).items()}
@@ -290,7 +291,7 @@ def test_onnx_of_open_clip_models(layout, tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / layout).mkdir()
     open_clip_models.write_model(layout, tmp_path / layout, shapes)
-    clip, adapter = backbones.load(str(tmp_path / layout)), parts.find("adapter", "head")(init_from="random")
+    clip, adapter = backbones.load(str(tmp_path / layout)), registry.find("adapter", "head")(init_from="random")
     task = Task(CLASSES, None, clip.dim, 20.0)
     model = Predictor(clip, Model(adapter, task), adapter.init(task, 0), "shared")
     data, about = to_onnx(model)

@@ -28,7 +28,7 @@ from helpers import (
 )
 from helpers import close as equal
 
-from fedvlm import api, parts
+from fedvlm import api
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch
 from fedvlm.core.state import Reply, copy_per_client
@@ -36,6 +36,7 @@ from fedvlm.data.clients import Federation
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.privacy import accounting, mechanism
 from fedvlm.privacy.accounting import Account, poisson_epsilon, smallest_noise
 from fedvlm.privacy.descent import PrivateDescent
@@ -539,7 +540,9 @@ def test_example_level_allows_every_merge_of_updates(merge):
     """And what it merges is noise of that size: with a noise of 500 gradients little else is left."""
     privacy = Privacy("example", 500.0, 1.0, 5.0, secret=b"m")
     method, data = wide_method(privacy, [(30, 0, 0)] * 5, batch=15)
-    method = Method.build(method.adapter, method.local, parts.find("merge", merge)(), method.task, 5, privacy=privacy)
+    method = Method.build(
+        method.adapter, method.local, registry.find("merge", merge)(), method.task, 5, privacy=privacy
+    )
     check_method(method, federation_of(data, method.task))
     state = method.init(len(data))
     found = method.round(state, Cohort(Stacked(method, data, 1), ABLE, 1)).shared

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cryptography")
 
-from fedvlm import parts
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import FINE, Summand
@@ -27,6 +26,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import BadMessage, FedvlmError, NoQuorum, VoidRound
 from fedvlm.federation import ledger, wire, worker
+from fedvlm.parts import registry
 from fedvlm.parts.merge.mean import Mean
 from fedvlm.privacy.secure import graph, keys, shamir
 from fedvlm.privacy.secure.client import Client
@@ -646,9 +646,9 @@ METHODS = [
     ("head", "sgd", Mean()),
     ("head", "sgd", Mean(weights="uniform")),
     ("rotation", "prox", Mean()),
-    ("outsiders", "sgd", parts.find("merge", "classwise")()),
-    ("prompt", "sgd", parts.find("merge", "classwise")(weights="uniform")),
-    ("attention", "ditto", parts.find("merge", "classwise")()),
+    ("outsiders", "sgd", registry.find("merge", "classwise")()),
+    ("prompt", "sgd", registry.find("merge", "classwise")(weights="uniform")),
+    ("attention", "ditto", registry.find("merge", "classwise")()),
 ]
 
 
@@ -711,9 +711,9 @@ def test_too_few_clients_are_not_even_asked(double):
             method.round(method.init(len(data)), Cohort(None, ids, 1, lost=lost, secure=SECURE))
 
 
-@pytest.mark.parametrize("name", [n for n in parts.names("merge") if n not in ("mean", "classwise", "moments")])
+@pytest.mark.parametrize("name", [n for n in registry.names("merge") if n not in ("mean", "classwise", "moments")])
 def test_merges_that_look_at_single_replies_are_refused(name):
-    assert parts.find("merge", name)().needs_replies().startswith("works on the replies of single clients")
+    assert registry.find("merge", name)().needs_replies().startswith("works on the replies of single clients")
 
 
 def test_a_subclass_says_for_itself_that_sums_are_enough():

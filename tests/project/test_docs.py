@@ -24,7 +24,6 @@ from papers.manifest import find
 from papers.published import paper_names
 
 import fedvlm
-from fedvlm import parts
 from fedvlm.cli import _parse, main
 from fedvlm.cli.commands import encode_server, evaluate, federation, join, serve
 from fedvlm.cli.commands.values import values
@@ -32,6 +31,7 @@ from fedvlm.cli.demo import METHODS
 from fedvlm.config import recipe
 from fedvlm.config.config import key_values, resolve
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.studies import sweep
 
 NAMES = {"METHOD": "fedot", "NAME": "fedot", "A": "fedot", "PAPER": "fedot", "TABLE": "1"}  # placeholders on pages
@@ -269,9 +269,9 @@ def test_the_index_names_every_page():
 def test_every_part_of_a_recipe_has_its_equation():
     """In the docstring of its file, which is its method's page; a network's is its architecture."""
     lack = []
-    for kind in parts.AXES:
-        for name in sorted(parts.built_in(kind)):
-            part = parts.find(kind, name)
+    for kind in registry.AXES:
+        for name in sorted(registry.built_in(kind)):
+            part = registry.find(kind, name)
             said = inspect.getmodule(part).__doc__ or ""
             if not re.search(r" = |[←∝‖Σ]", said) and getattr(part, "view", "") not in ("pixels", "text"):
                 lack.append(f"{kind}={name}")

@@ -18,8 +18,8 @@ import yaml
 from siglip_models import siglip_folder
 
 import fedvlm
-from fedvlm import parts
 from fedvlm.cli import main
+from fedvlm.parts import registry
 from fedvlm.training.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +132,7 @@ def test_the_recipe_runs_with_its_own_parts(work, images, capsys):
 def test_the_parts_on_the_page_run_together(work, images):
     page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
     files = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL))
+    assert files.pop("npz.py")  # a format of data, which tests/data/test_formats.py installs
     assert set(files) == {"my_adapter.py", "smooth.py", "momentum.py", "my_metric.py", "link.py"}
     for name, text in files.items():
         if (EXAMPLES / name).exists():
@@ -157,7 +158,7 @@ def test_the_parts_on_the_page_run_together(work, images):
 def test_the_page_names_every_group_of_entry_points():
     page = (ROOT / "docs" / "add-a-method.md").read_text(encoding="utf-8")
     named = set(re.findall(r'entry-points\."(fedvlm\.\w+)"', page))
-    assert named == {kind.group for kind in parts.KINDS.values()} | {"fedvlm.backbones"}
+    assert named == {kind.group for kind in registry.KINDS.values()} | {"fedvlm.backbones"}
 
 
 def test_methods_on_the_pages_exist():

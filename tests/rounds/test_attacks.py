@@ -12,12 +12,12 @@ import torch
 from helpers import scores, train_small
 from torch.nn import functional as F
 
-from fedvlm import parts
 from fedvlm.config.config import Setup, resolve
 from fedvlm.core.adapter import Task
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import NO_DOMAIN, Item, Source
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.rounds.guard import Guard
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder
@@ -113,6 +113,6 @@ def test_an_honest_run_is_the_same_with_and_without_the_bound(method, layout, im
 
 
 def test_every_merge_has_a_column_and_every_attack_a_merge(attacks):
-    assert sorted([*attacks.MERGES, *attacks.NOT_TRIED]) == sorted(parts.names("merge"))
+    assert sorted([*attacks.MERGES, *attacks.NOT_TRIED]) == sorted(registry.names("merge"))
     assert all(merge in attacks.MERGES for attack in attacks.ATTACKS for merge in attack.only)
     assert len(attacks.BY_NAME) == len(attacks.ATTACKS) + 1 and set(attacks.QUICK_ATTACKS) < set(attacks.BY_NAME)

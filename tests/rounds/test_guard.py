@@ -421,3 +421,15 @@ def test_the_longest_reply_follows_from_what_is_expected():
     assert 4000 + 8 * 8 * 50 < wire.longest_reply(schema, shared, 50) < 100_000
     frame = wire.pack(wire.Header(), {"values": {"n": torch.ones(1)}, "shared": {"w": shared["w"][None]}})
     assert len(frame) < wire.longest_reply(schema, shared, 0)
+
+
+def test_a_round_that_nobody_answers_says_why():
+    guard = guard_for(*SHARED)
+
+    class Silent:
+        def run(self, step, ids, message, round, exchange):
+            guard.failed(0, round, "no link")
+            return iter(())
+
+    with pytest.raises(NoQuorum, match=r"0 of 1 clients answered \(client .* is left out: no link\)"):
+        Cohort(Silent(), np.array([0]), 1, guard=guard).ask("train", SHARED[0].init(5).message())

@@ -72,7 +72,7 @@ def test_stopped_in_the_first_write_the_same_command_starts_again(trials, tmp_pa
 def test_the_code_of_ones_own_parts_is_written_again_as_a_whole(trials, tmp_path):
     idea, run = tmp_path / "idea.py", tmp_path / "run"
     idea.write_text(
-        '"""An adapter."""\nfrom dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\n\n\n'
+        '"""An adapter."""\nfrom dataclasses import dataclass\nfrom fedvlm.parts import Head\n\n\n'
         "@dataclass(frozen=True)\nclass Idea(Head):\n    pass\n" + "# a longer file\n" * 100
     )
     setup = resolve("fedavg", {"data": trials.setup.config.data, "adapter": str(idea), "rounds": 1})

@@ -24,11 +24,11 @@ import os
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from fedvlm.parts.local.sgd import Sgd
+from fedvlm.parts import Local
 
 
 @dataclass(frozen=True)
-class Deadly(Sgd):
+class Deadly(Local):
     def train(self, *args, **kwargs):
         if os.name == "posix":
             for pipe in [c for c in gc.get_objects() if isinstance(c, Connection)]:

@@ -142,7 +142,7 @@ def test_other_weights_under_the_old_name_are_another_run(images, tmp_path):
 def test_an_idea_that_was_edited_is_another_run(images, tmp_path):
     idea = tmp_path / "idea.py"
     code = (
-        "from dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\n\n\n"
+        "from dataclasses import dataclass\nfrom fedvlm.parts import Head\n\n\n"
         "@dataclass(frozen=True)\nclass Idea(Head):\n    pass\n"
     )
     idea.write_text(code)
@@ -253,7 +253,7 @@ def test_a_run_keeps_the_code_of_the_users_own_parts(images, tmp_path):
     (tmp_path / "mine").mkdir()
     idea = tmp_path / "mine" / "idea.py"
     idea.write_text(
-        "from dataclasses import dataclass\nfrom fedvlm.parts.adapters.head import Head\nfrom beside import STRENGTH\n\n\n"
+        "from dataclasses import dataclass\nfrom fedvlm.parts import Head\nfrom beside import STRENGTH\n\n\n"
         "@dataclass(frozen=True)\nclass Idea(Head):\n    strength: float = STRENGTH\n"
     )
     (tmp_path / "mine" / "beside.py").write_text("STRENGTH = 0.5\n")

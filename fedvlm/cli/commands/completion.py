@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from fedvlm import parts
 from fedvlm.config import catalogue, recipe
 from fedvlm.config.keys import Key
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import user_code
+from fedvlm.parts import registry, user_code
 from fedvlm.system.machine import runs_home
 
 BASH = """_fedvlm() {
@@ -78,7 +77,7 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
         return found
     try:
         chosen = recipe.load(named[0], given.get("on", ""))
-        for axis in parts.AXES:
+        for axis in registry.AXES:
             if axis in given or not user_code.is_own(
                 getattr(chosen, axis)
             ):  # a recipe's code does not run on pressing a key
@@ -91,10 +90,10 @@ def keys(named: list[str], given: dict[str, str]) -> list[Key]:
 def values(key: str, named: list[str], given: dict[str, str]) -> list[str]:
     if key == "on":
         return recipe.presets()
-    if key in parts.KINDS:
-        return parts.names(key) + (["auto"] if key == "engine" else [])
+    if key in registry.KINDS:
+        return registry.names(key) + (["auto"] if key == "engine" else [])
     if key == "metrics":
-        return parts.names("metric")
+        return registry.names("metric")
     for found in keys(named, given):
         if found.name == key:
             return ["true", "false"] if found.type == "bool" else [str(c) for c in found.choices]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedvlm import api, parts
+from fedvlm import api
 from fedvlm.config import recipe
 from fedvlm.config.config import key_values
 from fedvlm.errors import FedvlmError
+from fedvlm.parts import registry
 from fedvlm.system import console
 
 START = """# A recipe of your own: fedvlm run {file}
@@ -40,13 +41,13 @@ def main(args: argparse.Namespace) -> None:
     base = recipe.load(like)
     chosen = api.describe(like, **given)  # refuses what `run` would refuse
     values = {f"{r.home}.{r.key.name}": r.value for r in chosen.keys} | {r.key.name: r.value for r in chosen.keys}
-    lines = [f"\n  {key}: {api.yaml_value(values[key])}" for key in given if key not in parts.AXES]
+    lines = [f"\n  {key}: {api.yaml_value(values[key])}" for key in given if key not in registry.AXES]
     text = START.format(
         file=path,
         title=path.stem,
         like=like,
         settings="".join(lines) or " {}",
-        **{axis: axis_line(axis, given, base) for axis in parts.AXES},
+        **{axis: axis_line(axis, given, base) for axis in registry.AXES},
     )
     try:
         path.write_text(text, encoding="utf-8")

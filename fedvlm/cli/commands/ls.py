@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from fedvlm import parts
 from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue
+from fedvlm.parts import registry
 from fedvlm.system import console
 
 KINDS = {"adapters": "adapter", "local": "local", "merges": "merge", "metrics": "metric", "engines": "engine"}
@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> None:
         console.rows(["preset", "what"], [[name, title] for name, title in known.presets.items()])
         console.note("put a method on one: fedvlm run ga on=unet")
     elif args.what == "data":
-        list_data()
+        list_data(known)
     elif args.what == "backbones":
         list_backbones(known)
     elif args.what == "runs":
@@ -58,12 +58,9 @@ def list_methods(known: Catalogue) -> None:
     )
 
 
-def list_data() -> None:
-    console.rows(["data", "domains", "classes", "images"], [["emoji (embedded)", *emoji_counts()]])
-    console.note(
-        "or data=FOLDER of domain/class/image or class/image (classes), of site/image/… and site/mask/… (masks), "
-        "a .jsonl[.gz] file of {role, text} (next characters), or a .safetensors file of embeddings"
-    )
+def list_data(known: Catalogue) -> None:
+    list_parts(known, "format")
+    console.note("data=NAME is in the format that recognises it, data=FORMAT:NAME in that one; data=emoji is embedded")
 
 
 def list_backbones(known: Catalogue) -> None:
@@ -76,16 +73,7 @@ def list_backbones(known: Catalogue) -> None:
     console.note("weights are read from .safetensors only; docs/backbones.md says where models come from")
 
 
-def emoji_counts() -> list[str]:
-    import zipfile
-    from pathlib import Path
-
-    with zipfile.ZipFile(Path(parts.HERE) / "data" / "assets" / "emoji.zip") as box:
-        names = [n.split("/") for n in box.namelist() if n.endswith(".png")]
-    return [str(len({n[0] for n in names})), str(len({n[1] for n in names})), str(len(names))]
-
-
 def list_parts(known: Catalogue, kind: str) -> None:
     rows = [[name, ", ".join(k.name for k in info.keys), info.summary] for name, info in known.parts[kind].items()]
-    rows += [[name, "", f"from {module}"] for name, module in parts.installed(kind).items()]
+    rows += [[name, "", f"from {module}"] for name, module in registry.installed(kind).items()]
     console.rows([kind, "keys", "what"], rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fedvlm import api
 from fedvlm.cli.commands.output import write_rows
 from fedvlm.core.tasks import SEGMENTATION
-from fedvlm.data.source import IMAGES
+from fedvlm.data.format import image_endings
 from fedvlm.errors import FedvlmError
 from fedvlm.predict.predictor import Predictor
 from fedvlm.system import console, files
@@ -56,7 +56,7 @@ def model_of(args: argparse.Namespace) -> Predictor:
 def images_in(given: list[str]) -> list[Path]:
     paths: list[Path] = []
     for path in map(Path, given):
-        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in IMAGES) if path.is_dir() else [path]
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in image_endings()) if path.is_dir() else [path]
         if not inside:
             raise FedvlmError(f"{path}: no images in that folder")
         paths += inside

@@ -25,8 +25,9 @@ from fedvlm.engines.base import Job
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation.frames import connected, receive, send
 from fedvlm.federation.remote import Remote, Silence
-from fedvlm.federation.wire import OUTPUTS, OVERHEAD, pack_message, unpack
+from fedvlm.federation.wire import OUTPUTS, OVERHEAD, Header, pack_message, unpack
 from fedvlm.federation.worker import ClientRecord, write_folder
+from fedvlm.parts.failures import OwnPartFailed
 from fedvlm.system.names import file_name
 
 MAX_PROCESSES = 64
@@ -54,6 +55,12 @@ class Loopback(Remote):
 
     def where(self, client: int) -> str:
         return f" (see {self.folders[client].name}/log.txt)"
+
+    def failed(self, client: int, asked: Header, error: str) -> None:
+        kind, _, text = error.partition(": ")
+        if kind == OwnPartFailed.__name__:  # as with engines in one process: it would fail again
+            raise OwnPartFailed(text)
+        super().failed(client, asked, error)
 
     def exchange(self, frames: dict[int, bytes], limits: dict[int, int]) -> dict[int, bytes | Silence]:
         for i, frame in frames.items():

@@ -12,6 +12,8 @@ from fedvlm.core.state import Params, linear
 
 @dataclass(frozen=True)
 class Head(Adapter):
+    """A linear classifier on the embedding, one vector for each class."""
+
     init_from: Literal["text", "random"] = "text"  # initial classifier: embeddings of the class names, or random
 
     alignment: ClassVar[Literal["images", "classes"]] = "classes"

@@ -12,6 +12,8 @@ from fedvlm.core.state import Params, is_running_statistic
 
 
 class Means:
+    """Sums and counts of steps, by name."""
+
     def __init__(self, data: Data):
         self.data = data
         self.sums: Params = {}

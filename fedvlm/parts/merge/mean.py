@@ -29,6 +29,8 @@ class Averaged(NamedTuple):
 
 @dataclass(frozen=True)
 class Mean(Merge):
+    """The weighted mean of the replies, added up as they arrive."""
+
     weights: Literal["size", "uniform"] = default("size", "effort")  # by training examples, or the same for all clients
 
     any_device: ClassVar[bool] = True

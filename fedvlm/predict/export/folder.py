@@ -24,7 +24,8 @@ from fedvlm.core.model import Model
 from fedvlm.core.records import ExportRecord, read_text
 from fedvlm.core.state import aligned
 from fedvlm.errors import FedvlmError
-from fedvlm.parts import AXES, user_code
+from fedvlm.parts import user_code
+from fedvlm.parts.registry import AXES
 from fedvlm.predict.export.card import card
 from fedvlm.predict.export.weights import BACKBONE, copy_backbone, files_of
 from fedvlm.predict.predictor import (

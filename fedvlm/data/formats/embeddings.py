@@ -1,4 +1,4 @@
-"""Embeddings that the user computed, as a data source: a .safetensors file with `x` [n, dim], `y` [n] and metadata.
+"""A .safetensors file of embeddings that the user computed: `x` [n, dim], `y` [n] and metadata.
 
 Metadata (JSON text): `classes`, the name of each label; `domains`, the name of each domain, with tensor `domain` [n];
 `scale`, the logit scale. Optional tensors: `text` [classes, dim], the class names' embeddings; `group` [n], rows that stay
@@ -18,12 +18,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.data.columns import NumberedItems, Words, constant
+from fedvlm.data.format import Format, Options
 from fedvlm.data.source import NO_DOMAIN, Embeddings, Source
 from fedvlm.errors import FedvlmError
 from fedvlm.system import files
 
 MAX_CLASSES = 1_000_000  # where they have no names
 SCALE = 20.0  # where nothing is said: our choice for embeddings without a temperature of their own
+
+
+class EmbeddingFile(Format):
+    def recognises(self, name: str) -> bool:
+        return name.endswith(".safetensors")
+
+    def open(self, name: str, options: Options) -> Source:
+        return open_embeddings(Path(name).expanduser())
 
 
 def open_embeddings(path: Path) -> Source:

@@ -1,4 +1,4 @@
-"""DICOM files as pictures: rescaled, windowed as the file says, and 8 bits deep (extra: fedvlm[dicom]).
+"""DICOM files (.dcm, .dicom) in any of the other formats: rescaled, windowed, 8 bits deep (fedvlm[dicom]).
 
 A grey value v is slope·v + intercept; the window (the first one that the file has, else the darkest to the brightest value)
 is spread over 0 … 255, and MONOCHROME1, where low values are bright, is inverted. Of several frames the first is read.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from fedvlm.data.format import Format
+
 if TYPE_CHECKING:
     from pydicom import Dataset
 
@@ -20,14 +22,21 @@ MAGIC = slice(128, 132)  # where a DICOM file says DICM
 DEFLATED = b"1.2.840.10008.1.2.1.99"  # a transfer syntax that unpacks to any size
 
 
-def is_dicom(data: bytes) -> bool:
-    return data[MAGIC] == b"DICM"
+class Dicom(Format):
+    endings = (".dcm", ".dicom")
+
+    def picture(self, data: bytes, most_pixels: int) -> Image.Image | None:
+        if data[MAGIC] != b"DICM":
+            return None
+        if missing := self.lacks():
+            raise ValueError(f"a DICOM file, which needs a further package: {missing}")
+        return picture(data, most_pixels)
+
+    def lacks(self) -> str:
+        return "" if find_spec("pydicom") else "pip install 'fedvlm[dicom]'"
 
 
 def picture(data: bytes, most_pixels: int) -> Image.Image:
-    """The picture, or a ValueError with the reason."""
-    if find_spec("pydicom") is None:
-        raise ValueError("a DICOM file, which needs a further package: pip install 'fedvlm[dicom]'")
     from pydicom import dcmread
     from pydicom.pixels.utils import pixel_array
 

@@ -1,4 +1,4 @@
-"""Folders and zips of images as a data source: domain/class/image, class/image, or site/image/… with site/mask/…."""
+"""A folder or zip of images: domain/class/image, class/image, or site/image/… with site/mask/…."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from fedvlm.core.tasks import SEGMENTATION
-from fedvlm.data import arrow, shards
+from fedvlm.data.format import Format, Options, image_endings, require_decoders
 from fedvlm.data.source import (
     EMOJI,
-    IMAGES,
     MAX_ITEMS,
     NO_DOMAIN,
     NOT_TEXT,
@@ -22,39 +21,36 @@ from fedvlm.data.source import (
     existing,
     group_of,
     open_zip,
-    require_dicom,
     with_classes,
 )
 from fedvlm.data.splits import split_folders
 from fedvlm.errors import FedvlmError
-from fedvlm.system.machine import cache_home
 
 MAX_DEPTH = 4  # levels of folders that are searched; bounds the search where a symbolic link forms a cycle
 
 
-def open_folder(name: str, group: str) -> Source:
-    """Opens `emoji`, a folder or a zip; a folder may also hold shards or a dataset."""
-    if name == "emoji":
-        # the group is the file name, which is the same for an emoji in every style
-        return _collect("emoji", EMOJI, _names_in_zip(EMOJI), group or r"(.*)\.png")
-    if name.endswith(".tar"):
-        return shards.open_shards(name, group)
-    root = existing(name, "data", "give a folder of domain/class/image or class/image, or data=emoji")
-    if not root.is_dir():
+class Folder(Format):
+    in_threads = True
+
+    def recognises(self, name: str) -> bool:
+        return True  # it is asked last
+
+    def open(self, name: str, options: Options) -> Source:
+        if name == "emoji":
+            # the group is the file name, which is the same for an emoji in every style
+            return collected("emoji", EMOJI, names_in_zip(EMOJI), options.group or r"(.*)\.png")
+        root = existing(name, "data", "give a folder of domain/class/image or class/image, or data=emoji")
+        if root.is_dir():
+            return collected(root.resolve().name, root, names_in_folder(root), options.group)
         if not root.is_file() or not zipfile.is_zipfile(root):
             raise FedvlmError(f"data={name} is neither a folder nor a zip file")
-        return _collect(root.stem, root, _names_in_zip(root), group)
-    if arrow.is_dataset(root):
-        return arrow.open_dataset(root, group)
-    images = names_in_folder(root)
-    if not images and shards.in_folder(root):
-        return shards.open_shards(name, group)
-    return _collect(root.resolve().name, root, images, group)
+        images = names_in_zip(root)
+        return collected(root.stem, root, images, options.group, _top_folder(images))
 
 
 def _is_image(name: str) -> bool:
     """Whether a name ends like an image's; hidden files and folders are ignored."""
-    return PurePosixPath(name).suffix.lower() in IMAGES and not any(p.startswith(".") for p in name.split("/"))
+    return PurePosixPath(name).suffix.lower() in image_endings() and not any(p.startswith(".") for p in name.split("/"))
 
 
 def names_in_folder(root: Path) -> list[str]:
@@ -76,7 +72,7 @@ def _cannot_list(error: OSError) -> None:
     raise FedvlmError(f"the folder {error.filename} cannot be read ({error.strerror}); make it readable") from error
 
 
-def _names_in_zip(path: Path) -> list[str]:
+def names_in_zip(path: Path) -> list[str]:
     with open_zip(path) as archive:
         names = sorted(n for n in archive.namelist() if not n.endswith("/"))
     outside = [f"{n} lies outside of it" for n in names if n.startswith("/") or ".." in n.split("/")]
@@ -86,12 +82,11 @@ def _names_in_zip(path: Path) -> list[str]:
     return [n for n in names if _is_image(n)]
 
 
-def _collect(name: str, root: Path, images: list[str], group: str) -> Source:
-    """A source of these images."""
-    require_dicom(images)
+def collected(name: str, root: Path, images: list[str], group: str, wrapper: str = "") -> Source:
+    """A source of these images; `wrapper`: a folder with a slash that holds all of them, and is left out."""
+    require_decoders(images)
     if not images:
         raise FedvlmError(f"data={name}: no images in it; expected domain/class/image or class/image")
-    wrapper = _top_folder(root, images)
     places = {n: n.removeprefix(wrapper) for n in images}
     tops, notes = split_folders(list(places.values()))
     notes += (f"everything in {root.name} lies in {wrapper}, which is left out",) if wrapper else ()
@@ -119,11 +114,9 @@ def _collect(name: str, root: Path, images: list[str], group: str) -> Source:
     return with_classes(Source(name, root, tuple(items), notes=notes))
 
 
-def _top_folder(root: Path, images: list[str]) -> str:
+def _top_folder(images: list[str]) -> str:
     """The folder of a zip that holds everything, with a slash; "" where there is none. One site of images and masks is
-    no such folder, nor is the only client of data given as Python objects."""
-    if root.is_dir() or root.is_relative_to(cache_home() / "data"):
-        return ""
+    no such folder."""
     tops = {n.partition("/")[0] for n in images}
     below = {n.split("/")[1] for n in images if n.count("/") > 1}
     return f"{tops.pop()}/" if len(tops) == 1 and below and below != {"image", "mask"} else ""

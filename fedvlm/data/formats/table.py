@@ -1,5 +1,6 @@
-"""A table of images as a data source: a .csv (or .tsv) file with the columns path and label and any of client (or site),
-domain, group (or patient) and split.
+"""A .csv or .tsv table of images, with the columns path and label.
+
+It may also have the columns client (or site), domain, group (or patient) and split.
 
 Paths are relative to the table's folder and never leave it. Rows are numbered as a spreadsheet does: the header is row 1.
 The same column names are understood in the .json of webdataset shards and in Hugging Face datasets.
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from fedvlm.data.source import MAX_ITEMS, NO_DOMAIN, Item, Source, existing, group_of, require_dicom, with_classes
+from fedvlm.data.format import Format, Options, require_decoders
+from fedvlm.data.source import MAX_ITEMS, NO_DOMAIN, Item, Source, existing, group_of, with_classes
 from fedvlm.data.splits import FOLDERS, from_train
 from fedvlm.errors import FedvlmError
 
@@ -23,7 +25,17 @@ SEPARATORS = ",;\t"
 SHOWN = 3  # rows that an error names
 
 
-def open_manifest(name: str, group: str) -> Source:
+class Table(Format):
+    in_threads = True
+
+    def recognises(self, name: str) -> bool:
+        return name.endswith((".csv", ".tsv"))
+
+    def open(self, name: str, options: Options) -> Source:
+        return open_table(name, options.group)
+
+
+def open_table(name: str, group: str) -> Source:
     path = existing(name, "data", "give a table with the columns path and label")
     rows = read_table(path, "data")
     if not rows:
@@ -42,7 +54,7 @@ def open_manifest(name: str, group: str) -> Source:
             )
     root = path.resolve().parent
     refuse(path, "names a file that is not there", [n for p, n in first.items() if not (root / p).is_file()], found)
-    require_dicom(first)
+    require_decoders(first)
     items = [item_of(r, r["path"], group, f"data={path}: row {n}") for n, r in zip(numbers, found, strict=True)]
     return checked(Source(path.stem, root, tuple(items), notes=notes))
 

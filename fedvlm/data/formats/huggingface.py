@@ -1,4 +1,4 @@
-"""A Hugging Face dataset on disk (`save_to_disk`) as a data source: Arrow files with the columns image and label.
+"""A Hugging Face dataset on disk (a folder of save_to_disk) with the columns image and label.
 
 Columns named client (or site), domain, group (or patient) and split are understood as in a manifest; the parts of a
 DatasetDict are its split. Only Arrow files in the folder are read, by pyarrow (which `datasets` needs, too): no script is
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedvlm.data.format import Format, Options, folder_at
+from fedvlm.data.formats.table import checked, columns, item_of
 from fedvlm.data.images import BadImage, bad_image, check_length
-from fedvlm.data.manifest import checked, columns, item_of
 from fedvlm.data.source import MAX_ITEMS, Item, Source
 from fedvlm.data.splits import FOLDERS
 from fedvlm.errors import FedvlmError
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
 
 IMAGE = ("image", "img")  # names of the column of images
 PARTS = "dataset_dict.json"
+
+
+class HuggingFace(Format):
+    def recognises(self, name: str) -> bool:
+        root = folder_at(name)
+        return root is not None and is_dataset(root)
+
+    def open(self, name: str, options: Options) -> Source:
+        return open_dataset(Path(name).expanduser(), options.group)
+
+    def reader(self, root: Path) -> AbstractContextManager[Callable[[str], bytes]]:
+        return arrow_reader(root)
 
 
 def is_dataset(root: Path) -> bool:
@@ -43,7 +56,7 @@ def open_dataset(root: Path, group: str) -> Source:
             raise FedvlmError(f"data={root}: more than {MAX_ITEMS:,} examples; give a smaller dataset")
     if not items:
         raise FedvlmError(f"data={root}: no examples in it")
-    return checked(Source(root.resolve().name, root, tuple(items), form="arrow", notes=tuple(notes)))
+    return checked(Source(root.resolve().name, root, tuple(items), notes=tuple(notes)))
 
 
 def parts_of(root: Path) -> list[str]:

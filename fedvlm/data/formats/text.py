@@ -1,4 +1,6 @@
-"""Text as a data source: each role is a domain, and an example is 80 characters with the next character as its class.
+"""A .jsonl or .jsonl.gz file of texts, {role, text} in each line: each role is a domain.
+
+An example is 80 characters with the next character as its class.
 
 The file has one JSON object per line, {"play", "role", "text"} or {"role", "text"} (gzip or plain). A role's text is cut
 into blocks. Examples never span two blocks, and a block is one group of the split: no character that is tested on was
@@ -19,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from fedvlm.core.tasks import NEXT_CHARACTER
+from fedvlm.data.format import Format, Options
 from fedvlm.data.source import MAX_ITEMS, Item, Source, digest, sample_domains
 from fedvlm.errors import FedvlmError
 
@@ -35,6 +38,14 @@ def tokens(text: str) -> np.ndarray:
     position = {c: k for k, c in enumerate(ALPHABET)}
     characters = unicodedata.normalize("NFKD", text.translate(ASCII_PUNCTUATION))
     return np.array([position.get(c, position[" "]) for c in characters if not unicodedata.combining(c)], np.uint8)
+
+
+class Text(Format):
+    def recognises(self, name: str) -> bool:
+        return name.endswith((".jsonl", ".jsonl.gz"))
+
+    def open(self, name: str, options: Options) -> Source:
+        return open_text(Path(name).expanduser(), options.domains, options.stride, options.keep)
 
 
 def open_text(path: Path, domains: int, stride: int, keep: Sequence[str] = ()) -> Source:

@@ -1,4 +1,4 @@
-"""Data given as Python objects: arrays, tensors, lists of images, torch and Hugging Face datasets.
+"""Arrays, tensors, lists of images, torch and Hugging Face datasets in Python (fedvlm.dataset).
 
 They are written once to the cache (images as lossless PNG in a zip of domain/class/NAME, embeddings as .safetensors), so
 that everything that works with files (resuming, several processes, prediction) works with them.
@@ -19,8 +19,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.data.embeddings import SCALE, write_embeddings
-from fedvlm.data.source import NO_DOMAIN
+from fedvlm.data.format import Format, Options
+from fedvlm.data.formats.embeddings import SCALE, write_embeddings
+from fedvlm.data.formats.folder import collected, names_in_zip
+from fedvlm.data.source import NO_DOMAIN, Source, existing
 from fedvlm.errors import FedvlmError
 from fedvlm.system import files
 from fedvlm.system.machine import cache_home
@@ -28,6 +30,16 @@ from fedvlm.system.names import file_name
 
 GROUP = r"-group-(.+)\.png$"  # in the names of files that belong to a group
 Labels = Sequence[int] | Sequence[str] | np.ndarray | Tensor
+
+
+class Arrays(Format):
+    def recognises(self, name: str) -> bool:
+        """Images of objects, in a zip of the cache; embeddings are a file of theirs."""
+        return name.endswith(".zip") and Path(name).is_relative_to(cache_home() / "data")
+
+    def open(self, name: str, options: Options) -> Source:
+        root = existing(name, "data", "give the object again")
+        return collected(root.stem, root, names_in_zip(root), options.group)
 
 
 @dataclass(frozen=True)

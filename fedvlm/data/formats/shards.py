@@ -1,5 +1,4 @@
-"""Webdataset shards as a data source: .tar files in which the files of an example have one name, as 0001.jpg beside
-0001.cls.
+"""Webdataset shards, .tar files: the files of an example have one name, as 0001.jpg beside 0001.cls.
 
 The class is in .cls or .txt (one line), or in .json under label; .json may also have client (or site), domain, group (or
 patient) and split. `data=` is one .tar, a folder of them, or a name with a range such as shards-{000..003}.tar. Nothing is
@@ -12,18 +11,32 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from fedvlm.data.format import Format, Options, folder_at, image_endings, require_decoders
+from fedvlm.data.formats.folder import names_in_folder
+from fedvlm.data.formats.table import checked, columns, item_of
 from fedvlm.data.images import BadImage, bad_image, check_length
-from fedvlm.data.manifest import checked, columns, item_of
-from fedvlm.data.source import IMAGES, MAX_ITEMS, Item, Source, existing, require_dicom
+from fedvlm.data.source import MAX_ITEMS, Item, Source, existing
 from fedvlm.errors import FedvlmError
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_SHARDS = 100_000
 LONGEST = 1 << 16  # bytes of what describes an example
 LABELS = (".cls", ".txt", ".json")
+
+
+class Shards(Format):
+    def recognises(self, name: str) -> bool:
+        root = folder_at(name)
+        return name.endswith(".tar") or bool(root and in_folder(root) and not names_in_folder(root))
+
+    def open(self, name: str, options: Options) -> Source:
+        return open_shards(name, options.group)
+
+    def reader(self, root: Path) -> AbstractContextManager[Callable[[str], bytes]]:
+        return shard_reader(root)
 
 
 def in_folder(root: Path) -> list[Path]:
@@ -41,13 +54,13 @@ def open_shards(name: str, group: str) -> Source:
                 raise FedvlmError(f"data={name}: more than {MAX_ITEMS:,} examples; give fewer shards")
     if not items:
         raise FedvlmError(f"data={name}: no image with a class in it; expected NAME.jpg beside NAME.cls, .txt or .json")
-    require_dicom(i.path for i in items)
+    require_decoders(i.path for i in items)
     if len({bool(i.split) for i in items}) > 1 or len({bool(i.client) for i in items}) > 1:
         raise FedvlmError(
             f"data={name}: some examples have a split or a client and others none; give it for all of them"
         )
     stem = Path(RANGE.sub("", name)).name.removesuffix(".tar").strip("-_.") or "shards"
-    return checked(Source(stem, shards[0].resolve().parent, tuple(items), form="shards", notes=tuple(notes)))
+    return checked(Source(stem, shards[0].resolve().parent, tuple(items), notes=tuple(notes)))
 
 
 def shards_of(name: str) -> list[Path]:
@@ -72,7 +85,7 @@ def examples(shard: Path, group: str) -> Iterator[tuple[Item, tuple[str, ...]]]:
             if stem and member.isreg():
                 files.setdefault(f"{folder}/{stem}", {})[f"{dot}{ending}".lower()] = member
         for found in files.values():
-            image = next((found[e] for e in found if e in IMAGES), None)
+            image = next((found[e] for e in found if e in image_endings()), None)
             about = next((found[e] for e in LABELS if e in found), None)
             if image is None or about is None:
                 continue
