@@ -231,9 +231,11 @@ class Client:
         """This client's trained update in fixed point."""
         from fedvlm.privacy.secure.fixed import Plan
         from fedvlm.privacy.secure.settings import fingerprint
+        from fedvlm.privacy.secure.sums import Summable
 
         assert self.secure is not None
         agreed, merge = self.secure.parameters, self.method.merge
+        assert isinstance(merge, Summable), "secure=true with a merge that was refused (needs_replies)"
         if agreed.model != fingerprint(message):
             raise BadMessage("was sent another model than agreed")
         plan = Plan.of(merge.ranges(self.method.model, message.shared, agreed.limit), agreed.planned)

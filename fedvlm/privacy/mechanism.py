@@ -27,8 +27,9 @@ from fedvlm.core.data import Data
 from fedvlm.core.schema import Field, Fields
 from fedvlm.core.state import Message, Params, State
 from fedvlm.privacy.accounting import Account, Level
-from fedvlm.privacy.descent import PrivateDescent
+from fedvlm.privacy.descent import PrivateData, PrivateDescent
 from fedvlm.privacy.noise import normal, uniform
+from fedvlm.privacy.secure.sums import UPDATE, Summable
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from fedvlm.core.model import Model
     from fedvlm.core.state import Answer
 
-UPDATE = "update/"  # prefix of an update among the sums of secure aggregation (core/merge.py)
 CLIP = "dp.clip"  # the adapted C, in the server's state and in a message's extra
 UNCLIPPED = "unclipped"  # in a reply: 1 where the update was no longer than C
 SEED_BYTES = 8  # of a secret that is a run's seed; real ones are longer
@@ -96,8 +96,9 @@ class Privacy:
         """The clipping norm in the server's state or a message's extra."""
         return float(params[CLIP]) if CLIP in params else self.clip
 
-    def descent(self, adapter: Adapter) -> PrivateDescent:
-        return PrivateDescent(self.noise, self.clip, self.secret, adapter.limits.clients)
+    def data(self, data: Data, adapter: Adapter) -> PrivateData:
+        """The data that a client trains on (dp=example)."""
+        return PrivateDescent(self.noise, self.clip, self.secret, adapter.limits.clients).on(data)
 
     def protected(self, answer: Answer, message: Message, data: Data) -> Answer:
         """A client's reply as it may leave. The loss stays, and at the level of clients the number of examples, too."""
@@ -144,6 +145,7 @@ class Privacy:
 
     def masked_sum(self, merge: Merge, model: Model, message: Message, cohort: Cohort, limit: float) -> Sum:
         """The same of fixed-point numbers of which only the sum is seen (secure=true)."""
+        assert isinstance(merge, Summable)  # see needs_replies
         sums = cohort.sums(merge, model, message)
         total = {k: sums[UPDATE + k] for k in message.shared}
         rounding = float(cast(float, cohort.notes["fixed_point_step"]))

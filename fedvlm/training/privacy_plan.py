@@ -13,18 +13,20 @@ from torch import Tensor
 from fedvlm.config import catalogue
 from fedvlm.core import copies
 from fedvlm.core.data import Batch
-from fedvlm.core.local import Local, ReleasesOnce
+from fedvlm.core.local import Local
+from fedvlm.core.observers import Gaps
 from fedvlm.core.records import PrivacyRecord
 from fedvlm.core.state import Params, copy_per_client, is_running_statistic, nbytes
 from fedvlm.data.clients import Federation
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.merge.mean import Mean
 from fedvlm.privacy.accounting import Account, Client, library, smallest_noise
-from fedvlm.privacy.descent import sampling
+from fedvlm.privacy.descent import ReleasesOnce, covered, sampling
 from fedvlm.privacy.mechanism import UNCLIPPED, Privacy, secret_of
 from fedvlm.privacy.noise import normal
 from fedvlm.privacy.secure.graph import SMALLEST
 from fedvlm.privacy.secure.settings import Secure
+from fedvlm.privacy.secure.sums import Summable, needs_replies
 from fedvlm.rounds.method import name_of
 from fedvlm.training.sampling import cohort_size, sampled
 
@@ -138,7 +140,7 @@ def check_method(method: Method, federation: Federation) -> None:
 
 
 def refusal(method: Method) -> str:
-    from fedvlm.rounds.method import GAPS, name_of
+    from fedvlm.rounds.method import name_of
 
     level = method.privacy.level if method.privacy else "client"
     merge = f"merge={name_of(method.merge)}"
@@ -146,7 +148,7 @@ def refusal(method: Method) -> str:
         return "no trained parameter is shared, so none leaves a client; leave dp= out"
     own = method.local.uploads(method.task, method.initial) if isinstance(method.local, ReleasesOnce) else {}
     further = [k for k in method.uploads if k not in COVERED and not (k in own and level == "example")]
-    if further and not set(further) - set(GAPS) and type(method.merge).round is Mean.round:
+    if further and set(further) <= set(Gaps.uploads) and type(method.merge).round is Mean.round:
         return "clients also send their losses before and after training, which no noise covers; give gaps=false"
     if further:
         names = ", ".join(further[:3]) + (f" and {len(further) - 3} more" if len(further) > 3 else "")
@@ -165,9 +167,9 @@ def example_refusal(method: Method, federation: Federation) -> str:
     local = f"local={name_of(method.local)}"
     if isinstance(method.local, ReleasesOnce):
         return method.local.uncovered(method.merge)
-    covered = vars(type(method.local)).get("covered", ())  # not inherited: a subclass may override the part again
     for part in ("train", "fit", "personal_copy"):
-        if part not in covered and getattr(type(method.local), part) is not getattr(Local, part):
+        own = getattr(type(method.local), part)
+        if own is not getattr(Local, part) and not covered.is_on(own):
             return f"{local} trains in its own way, and only the plain training loop is covered; use local=sgd or local=prox"
     size = nbytes(method.initial) + nbytes(copies.adapter_params(method.newcomer))
     if size > LARGEST:
@@ -251,7 +253,7 @@ def check_secure(setup: Setup, method: Method, clients: int) -> None:
     secure = Secure.of(config)
     if secure is None:
         return
-    if reason := method.merge.needs_replies():
+    if reason := needs_replies(method.merge):
         raise FedvlmError(f"secure=true: the server sees only sums, and merge={name_of(method.merge)} {reason}")
     if setup.given.get("bound") and config.bound:
         raise FedvlmError(
@@ -262,4 +264,5 @@ def check_secure(setup: Setup, method: Method, clients: int) -> None:
             f"secure=true: a round asks {clients} clients, and a sum needs {SMALLEST} (of two, each could subtract its "
             "own); use more clients, a larger participation=, or secure=false"
         )
+    assert isinstance(method.merge, Summable)
     secure.summation(method.merge, method.model, method.initial, clients)  # refuses what does not fit into 64 bits

@@ -18,9 +18,9 @@ from fedvlm.core import descent
 from fedvlm.core.adapter import Task
 from fedvlm.core.data import Batch
 from fedvlm.core.descent import Optimiser, OptimiserSettings
-from fedvlm.core.merge import Agreement
+from fedvlm.core.observers import Agreement
 from fedvlm.core.records import BackboneRecord, ClientScores, DataRecord, MethodRecord, PartRecord, Result, RunRecord
-from fedvlm.core.state import Reply, with_client_axis
+from fedvlm.core.state import Reply, State, with_client_axis
 from fedvlm.core.tasks import contrastive, cross_entropy
 from fedvlm.evaluation.protocols import by_seed, partial, row, summary
 from fedvlm.parts.adapters.attention import Attention
@@ -138,9 +138,9 @@ def test_agreement_is_the_mean_over_pairs(clients, seed):
     draw = torch.Generator().manual_seed(seed)
     rows = {"a": torch.randn(clients, 3, generator=draw), "b": torch.randn(clients, 2, 2, generator=draw)}
     anchor = {"a": torch.randn(3, generator=draw), "b": torch.randn(2, 2, generator=draw)}
-    agreement = Agreement()
+    agreement = Agreement(State(anchor, {}, {}))
     for part in (slice(1), slice(1, None)):
-        agreement.add(Reply(np.arange(clients)[part], {}, {k: v[part] for k, v in rows.items()}), anchor)
+        agreement.add(Reply(np.arange(clients)[part], {}, {k: v[part] for k, v in rows.items()}))
     flat = torch.cat([(rows[k] - anchor[k]).flatten(1) for k in ("a", "b")], dim=1)
     pairs = [F.cosine_similarity(flat[i], flat[j], dim=0) for i, j in itertools.combinations(range(clients), 2)]
     assert agreement.mean() == pytest.approx(float(torch.stack(pairs).mean()), abs=1e-9)

@@ -4,7 +4,7 @@ active server finds, and runs against the plain mean."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,6 @@ pytest.importorskip("cryptography")
 from fedvlm import parts
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.merge import FINE, Summand
 from fedvlm.core.state import Message, State
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
@@ -34,6 +33,7 @@ from fedvlm.privacy.secure.fixed import Plan
 from fedvlm.privacy.secure.messages import HEAD, KINDS, Parameters, pack_records, pack_sets, traffic, unpack_records
 from fedvlm.privacy.secure.server import Total, aggregate, draw
 from fedvlm.privacy.secure.settings import Secure, Summation, Summed, fingerprint
+from fedvlm.privacy.secure.sums import FINE, Summand, needs_replies, sums_only
 from fedvlm.rounds.method import Method, name_of
 from fedvlm.training.train import train
 
@@ -712,15 +712,24 @@ def test_too_few_clients_are_not_even_asked(double):
 
 @pytest.mark.parametrize("name", [n for n in parts.names("merge") if n not in ("mean", "classwise", "moments")])
 def test_merges_that_look_at_single_replies_are_refused(name):
-    assert parts.find("merge", name)().needs_replies().startswith("works on the replies of single clients")
+    assert needs_replies(parts.find("merge", name)()).startswith("works on the replies of single clients")
 
 
 def test_a_subclass_says_for_itself_that_sums_are_enough():
-    @dataclass(frozen=True)
-    class Mine(Mean):
+    class Renamed(Mean):
         pass
 
-    assert Mean().needs_replies() == "" and "single clients" in Mine().needs_replies()
+    class Mine(Mean):
+        def round(self, *args):
+            return super().round(*args)
+
+    class Marked(Mine):
+        @sums_only
+        def round(self, *args):
+            return super().round(*args)
+
+    assert needs_replies(Mean()) == needs_replies(Renamed()) == needs_replies(Marked()) == ""
+    assert "single clients" in needs_replies(Mine()) and "cosine=true" in needs_replies(Mean(cosine=True))
     with pytest.raises(FedvlmError, match="replies of single clients"):
         list(Cohort(None, ABLE, 1, secure=SECURE).stream("train", Message({})))
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core.merge import FINE, Summand
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError, VoidRound
 from fedvlm.privacy.secure.messages import Integers
+from fedvlm.privacy.secure.sums import FINE, Summand
 
 FINEST = -40  # exponent of the finest step; a finer one gains nothing
 CLIPPED = "clipped"  # the sum that says how many values were clipped

@@ -16,8 +16,8 @@ from fedvlm.privacy.secure.messages import Integers, traffic
 
 if TYPE_CHECKING:
     from fedvlm.config.config import Config
-    from fedvlm.core.merge import Merge
     from fedvlm.core.model import Model
+    from fedvlm.privacy.secure.sums import Summable
 
 
 class Secure(NamedTuple):
@@ -28,7 +28,7 @@ class Secure(NamedTuple):
     def of(cls, config: Config) -> Secure | None:
         return cls(config.threshold, config.secure_range) if config.secure else None
 
-    def summation(self, merge: Merge, model: Model, sent: Params, clients: int) -> Summation:
+    def summation(self, merge: Summable, model: Model, sent: Params, clients: int) -> Summation:
         plan = Plan.of(merge.ranges(model, sent, self.limit), clients)
         return Summation(merge, sent, plan, max(SMALLEST, ceil(self.threshold * clients)), self.limit)
 
@@ -36,7 +36,7 @@ class Secure(NamedTuple):
 class Summation(NamedTuple):
     """One exchange in which contributions are only added up: what is summed, and how."""
 
-    merge: Merge
+    merge: Summable
     sent: Params  # the shared model that clients start from
     plan: Plan
     threshold: int  # clients that must be in the sum
