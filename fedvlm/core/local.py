@@ -74,7 +74,7 @@ class Local(OptimiserSettings):
 
     def personal(self, own: Params, shared: Params) -> Params:
         """Each client's personal model; `shared` has a client axis."""
-        return copies.adapter_params(own) | (copies.load(own, shared) if self.keep else shared)
+        return copies.adapter_params(own) | (copies.load_copies(own, shared) if self.keep else shared)
 
     def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
         """The personal model at test time, for rules that first train it on the client's training data."""

@@ -108,7 +108,7 @@ class Privacy:
         limit = self.clipping_norm(message.extra)
         update = {k: v.double() - message.shared[k].double() for k, v in answer.shared.items()}
         lengths = norms(update)
-        update = scaled(update, factors(lengths, limit))
+        update = scaled(update, clipping_factors(lengths, limit))
         if self.noise_at == "client":
             drawn = [self.gaussian(message.shared, "client", data.round, i) for i in data.ids.tolist()]
             update = {k: v + limit * torch.stack([one[k] for one in drawn]) for k, v in update.items()}
@@ -138,7 +138,7 @@ class Privacy:
         for reply in cohort.stream("train", message) if len(cohort.ids) else ():
             update = {k: v.double() - start[k] for k, v in reply.shared.items()}
             if self.noise_at == "server":  # once more: float32 rounds, and a client may not have done it
-                update = scaled(update, factors(norms(update), limit))
+                update = scaled(update, clipping_factors(norms(update), limit))
             total = {k: v + update[k].sum(0) for k, v in total.items()}
             unclipped += float((reply.values[UNCLIPPED] - 0.5).sum()) if self.quantile else 0.0
         return Sum(total, limit, unclipped)
@@ -174,7 +174,7 @@ def norms(update: Params) -> Tensor:
     return found
 
 
-def factors(lengths: Tensor, limit: float) -> Tensor:
+def clipping_factors(lengths: Tensor, limit: float) -> Tensor:
     return (limit / lengths).clamp(max=1.0)  # 1 for a length of 0
 
 

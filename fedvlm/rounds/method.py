@@ -65,7 +65,7 @@ class Method:
         privacy: Privacy | None = None,
     ) -> Method:
         """The method, or an error that says why these parts do not work together."""
-        check_parts(adapter, local, merge, task)
+        check_combination(adapter, local, merge, task)
         params = adapter.init(task, seed)
         adapter = with_private_names(adapter, params)
         check_parameters(adapter, merge, params)
@@ -191,7 +191,7 @@ class Method:
         return after
 
 
-def check_parts(adapter: Adapter, local: Local, merge: Merge, task: Task) -> None:
+def check_combination(adapter: Adapter, local: Local, merge: Merge, task: Task) -> None:
     """An error where these parts do not work together."""
     uploads = local.uploads(task, {})
     missing = [n for n in merge.requires if n not in (*uploads, *merge.uploads(task))]

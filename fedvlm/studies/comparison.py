@@ -67,7 +67,7 @@ def next_steps(runs: Runs) -> list[str]:
     return [where, *("next: " + shell_line(["fedvlm", *words]) for words in commands)]
 
 
-def folder_of(setup: Setup) -> Path:
+def bench_folder(setup: Setup) -> Path:
     """The folder that holds the runs of a bench."""
     from fedvlm.system.machine import runs_home
 

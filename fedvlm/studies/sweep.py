@@ -24,7 +24,7 @@ from fedvlm.core.records import Value
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.views import selection
 from fedvlm.report.tables import format_value
-from fedvlm.studies.comparison import folder_of, trains_nothing
+from fedvlm.studies.comparison import bench_folder, trains_nothing
 from fedvlm.system import console
 from fedvlm.training.folder import SWEEP, RunFolder
 from fedvlm.training.planning import Job, place, single_runs, unused_keys
@@ -113,7 +113,7 @@ class Choice:
 
 def choose(setups: Sequence[Setup], search: Search, pools: Pools) -> tuple[list[Setup], list[str]]:
     """The setups with the values that validation chose, and the notes for their table."""
-    own = [Search() if trains_nothing(s) else search.of(keys_of(s)) for s in setups]
+    own = [Search() if trains_nothing(s) else search.of(keys_to_sweep(s)) for s in setups]
     if not any(own):
         raise FedvlmError(f"none of these methods has {', '.join(f'{k}=' for k in search.axes)}")
     for setup, one in zip(setups, own, strict=True):
@@ -128,7 +128,7 @@ def choose(setups: Sequence[Setup], search: Search, pools: Pools) -> tuple[list[
     return [found[id(s)].setup if id(s) in found else s for s in setups], notes(setups, own, found, search)
 
 
-def keys_of(setup: Setup) -> dict[str, Key]:
+def keys_to_sweep(setup: Setup) -> dict[str, Key]:
     unused = unused_keys(setup)
     found = swept_keys(setup.method.path or setup.method.name, setup.given)
     return {k: v for k, v in found.items() if k.removeprefix("local.") not in unused}
@@ -163,7 +163,7 @@ def tried(setups: list[Setup], pools: Pools) -> list[list[RunFolder]]:
     jobs: list[list[Job]] = []
     for setup in setups:
         pool = api.encode(setup, pools)
-        one = setup.with_(seeds=(first_seed(setup),), out=str(folder_of(setup) / SWEEP))
+        one = setup.with_(seeds=(first_seed(setup),), out=str(bench_folder(setup) / SWEEP))
         jobs.append([Job(single, place(single, pool)) for single in single_runs(one, pool)])
     try:
         finished = api.execute([j for part in jobs for j in part], setups[0].config.jobs, pools).files
@@ -194,7 +194,7 @@ def keep(choice: Choice, pools: Pools) -> None:
     pool = api.encode(choice.setup, pools)
     places = {j.name for j in (place(single, pool) for single in single_runs(choice.setup, pool))}
     for run in choice.runs:
-        target = folder_of(choice.setup) / run.folder.name
+        target = bench_folder(choice.setup) / run.folder.name
         if run.folder.name in places and not target.exists():
             shutil.copytree(run.folder, target, ignore=shutil.ignore_patterns(".lock"))
 

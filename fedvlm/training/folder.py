@@ -153,9 +153,9 @@ class RunFolder:
         """Save the state after a whole round: the old state stands until the new one is complete."""
         from safetensors.torch import save
 
-        from fedvlm.core.copies import left_out
+        from fedvlm.core.copies import without_copy
 
-        kinds = state._replace(private=left_out(state.private, state.shared))._asdict().items()
+        kinds = state._replace(private=without_copy(state.private, state.shared))._asdict().items()
         flat = {f"{kind}/{k}": v.contiguous().cpu() for kind, params in kinds for k, v in params.items()}
         about = {
             "saved": f"{round} {self._checksum(flat, round)}"
@@ -173,7 +173,7 @@ class RunFolder:
         """The saved state and its round; None before the first round."""
         from safetensors import SafetensorError, safe_open
 
-        from fedvlm.core.copies import filled
+        from fedvlm.core.copies import with_copy
         from fedvlm.core.state import Params, State, aligned
 
         path = self.folder / STATE
@@ -194,7 +194,7 @@ class RunFolder:
             raise FedvlmError(f"{path} is damaged or of another version ({error}); {RESTORE}") from error
         if words[1:] != [self._checksum(flat, round)]:
             raise FedvlmError(f"{path} is damaged (checksum), or of another run; {RESTORE}")
-        kinds["private"] = filled(kinds["private"], kinds["shared"])
+        kinds["private"] = with_copy(kinds["private"], kinds["shared"])
         state = State(**kinds)
         if state.private and round and self.record.engine.name in KEEPS_ROWS:
             rows = self.folder / "rows.bin"
@@ -264,7 +264,7 @@ class RunFolder:
 
 
 def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
-    from fedvlm.backbones.arithmetic import described
+    from fedvlm.backbones.arithmetic import described_arithmetic
     from fedvlm.core.data import SPLITS
     from fedvlm.engines.base import device_of
 
@@ -299,7 +299,7 @@ def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> Run
         published=recipe.published(setup.method.name, setup.method.on, source.name, setup.settings()),
         reveals=setup.merge.reveals,
         versions=versions(),
-        processors={SERVER: [described(device_of(setup))]},
+        processors={SERVER: [described_arithmetic(device_of(setup))]},
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         clients=list(federation.names),
         homes={

@@ -149,9 +149,9 @@ def estimate(method: Method, federation: Federation, setup: Setup) -> Cost:
     took = []
     for _ in range(2):  # the first time warms up
         began = time.perf_counter()
-        answer = steps.find("train").run(ready, copy_per_client(method.newcomer, 1), message, sample, {})
+        answer = steps.step_of("train").run(ready, copy_per_client(method.newcomer, 1), message, sample, {})
         trained = time.perf_counter()
-        steps.find("score").run(ready, answer.own, message, sample, {})
+        steps.step_of("score").run(ready, answer.own, message, sample, {})
         took.append((trained - began, time.perf_counter() - trained))
     train, score = took[-1]
     share = asked / len(able)

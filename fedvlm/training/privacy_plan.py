@@ -20,7 +20,7 @@ from fedvlm.core.state import Params, copy_per_client, is_running_statistic, nby
 from fedvlm.data.clients import Federation
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.merge.mean import Mean
-from fedvlm.privacy.accounting import Account, Client, library, smallest_noise
+from fedvlm.privacy.accounting import Account, ClientAccount, library, smallest_noise
 from fedvlm.privacy.descent import ReleasesOnce, covered, sampling
 from fedvlm.privacy.mechanism import UNCLIPPED, Privacy, secret_of
 from fedvlm.privacy.noise import normal
@@ -118,7 +118,7 @@ def account_of(setup: Setup, federation: Federation, privacy: Privacy) -> Accoun
         "all" if everybody else config.sampling,
         noisy_uploads=max(1, int(np.ceil(config.quorum * privacy.cohort))) if local else 0,
         asked=times_asked(config, able, privacy.seed) if own or local else None,
-        clients=tuple(Client(*rate) for rate in rates) if own else (),
+        clients=tuple(ClientAccount(*rate) for rate in rates) if own else (),
     )
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fedvlm.backbones.arithmetic import described
+from fedvlm.backbones.arithmetic import described_arithmetic
 from fedvlm.config.config import Setup
 from fedvlm.core.adapter import HasDiagnostics
-from fedvlm.core.client_names import counted
+from fedvlm.core.client_names import count_of
 from fedvlm.core.cohort import Carrier, Cohort
 from fedvlm.core.records import UPDATE, Result, RoundRecord
 from fedvlm.core.state import Message, Note, Params, State, is_running_statistic
@@ -77,7 +77,7 @@ def train_on(
     if run.done:
         return run
     with run.locked():
-        run.computed_by({SERVER: described(device_of(setup))})
+        run.computed_by({SERVER: described_arithmetic(device_of(setup))})
         data = replace(federation.data, rounds=max(1, setup.config.rounds))
         declared = np.diff(data.bounds, axis=1)
         # a median of lengths depends on everybody: one client more could change how all others are shortened
@@ -240,7 +240,7 @@ def with_items(outputs: Params, federation: Federation) -> Params:
 def result(method: Method, federation: Federation, records: list[RoundRecord]) -> Result:
     """The last round, and the round chosen on validation; never the best on test."""
     scored = [r for r in records if "personal" in r]
-    chosen = max(scored, key=lambda r: (-counted(r.get("missing", ())), selection(r), -r["round"]))
+    chosen = max(scored, key=lambda r: (-count_of(r.get("missing", ())), selection(r), -r["round"]))
     spread = [r["gap_variance"] for r in records if "gap_variance" in r]
     return Result(
         last=scored[-1],

@@ -292,7 +292,7 @@ def test_what_is_agreed_is_a_number_per_class(images):
     setup = setup_of(images, "fedclip")
     method, federation = train.prepare(setup, Pools().load(setup))
     for step in ("novel.shared", "novel.personal"):
-        schema = steps.find(step).schema(method, federation.data.extras)
+        schema = steps.step_of(step).schema(method, federation.data.extras)
         assert {k: f.shape for k, f in schema.values.items()} == {"base": (2,), "novel": (3,)} and not schema.shared
         assert all(f.whole and f.low == 0 and f.high <= 60 for f in schema.values.values())
 

@@ -23,7 +23,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.federation import agent, hub, ledger, site, wire
 from fedvlm.federation.admin import run_name
 from fedvlm.federation.links import Links
-from fedvlm.federation.plan import Agreed, Plan, packed
+from fedvlm.federation.plan import Agreed, Plan, packed_record
 from fedvlm.federation.wire import Header, octets, pack, unpack
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.train import train
@@ -415,10 +415,10 @@ def test_a_site_that_asks_for_privacy_does_not_train_without_it(federation, monk
     sites = federation(rules={"twemoji": "epsilon: 50\n"})
     plan = sites.plan("fedavg", unseen=[], dp="client", epsilon=20.0)
     one = agent.Agent(sites.place / "twemoji", plan.name)
-    hello = unpack(answer(one, pack(Header("look", 0, 0, 1), packed(plan))))[0]
+    hello = unpack(answer(one, pack(Header("look", 0, 0, 1), packed_record(plan))))[0]
     assert not hello.error
     agreed = Agreed(2, list(CLASSES), [], 64, 1.0, 3, "run")
-    begun = unpack(answer(one, pack(Header("begin", 0, 0, 2), packed(agreed))))[0]
+    begun = unpack(answer(one, pack(Header("begin", 0, 0, 2), packed_record(agreed))))[0]
     assert not begun.error
     refused = unpack(answer(one, pack(Header("train", 1, 1, 3), {})))[0]
     assert "differential privacy" in refused.error

@@ -22,7 +22,7 @@ from fedvlm.core.observers import Agreement
 from fedvlm.core.records import BackboneRecord, ClientScores, DataRecord, MethodRecord, PartRecord, Result, RunRecord
 from fedvlm.core.state import Reply, State, with_client_axis
 from fedvlm.core.tasks import contrastive, cross_entropy
-from fedvlm.evaluation.protocols import by_seed, partial, row, summary
+from fedvlm.evaluation.protocols import by_seed, matrix_row, matrix_summary, partial
 from fedvlm.parts.adapters.attention import Attention
 from fedvlm.parts.adapters.linear import Linear
 from fedvlm.parts.adapters.mlp import Mlp
@@ -187,15 +187,15 @@ def test_clients_of_a_domain_count_as_one_domain():
     clients = {"a-0": {"personal": {"test": 0.2}}, "a-1": {"personal": {"test": 0.4}}, "b-0": {"shared": {"test": 1.0}}}
     clients["c-0"] = {"personal": {"test": 0.5}}
     homes = {"a-0": "a", "a-1": "a", "b-0": "b", "c-0": "c"}
-    found = row(replace(record(clients, ["b"], ["b-0"]), homes=homes))
+    found = matrix_row(replace(record(clients, ["b"], ["b-0"]), homes=homes))
     assert found == {"a": (pytest.approx(0.3), False), "b": (1.0, True), "c": (0.5, False)}
-    assert summary([found]) == {"G": 1.0, "P": pytest.approx(0.4), "C": pytest.approx(0.6)}
+    assert matrix_summary([found]) == {"G": 1.0, "P": pytest.approx(0.4), "C": pytest.approx(0.6)}
 
 
 def test_g_is_undefined_without_a_shared_model():
     held = {"x": (np.nan, True), "y": (0.5, False)}
-    assert summary([held]) == {"G": None, "P": 0.5, "C": None}
-    assert summary([{"y": (0.5, False)}]) == {"G": None, "P": 0.5, "C": None}
+    assert matrix_summary([held]) == {"G": None, "P": 0.5, "C": None}
+    assert matrix_summary([{"y": (0.5, False)}]) == {"G": None, "P": 0.5, "C": None}
 
 
 TORCHS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -28,7 +28,7 @@ from fedvlm.parts.adapters.proda import Proda, upper_bound
 from fedvlm.parts.adapters.prompt import Prompt
 from fedvlm.parts.adapters.prompt_memory import PromptMemory
 from fedvlm.parts.local.consistent import Consistent
-from fedvlm.parts.local.experts import KNOWN, POOL, NearestExperts, nearest
+from fedvlm.parts.local.experts import KNOWN, POOL, NearestExperts, nearest_prompts
 from fedvlm.parts.local.factored import Refactor
 from fedvlm.parts.local.groups import GroupSampling, gumbel, similarity
 from fedvlm.parts.local.knowledge import Knowledge
@@ -459,7 +459,7 @@ def test_the_nearest_prompts_of_others(double):
     context = pool[[1, 4]] + 0.01
     for known, expected in (([1, 1, 1, 1, 1, 1], 3), ([0, 1, 0, 1, 1, 0], 2), ([0, 0, 0, 0, 0, 0], 0)):
         extra = {POOL: pool, KNOWN: torch.tensor(known, dtype=torch.float64)}
-        others, count = nearest(context, 3, Message({}, extra=extra), data)
+        others, count = nearest_prompts(context, 3, Message({}, extra=extra), data)
         assert count.tolist() == [expected] * 2
         for row, client in enumerate((1, 4)):
             usable = [i for i in range(6) if known[i] and i != client]

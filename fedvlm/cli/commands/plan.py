@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from fedvlm.config.config import Setup
 from fedvlm.data.clients import Federation, partition_of, table
-from fedvlm.data.sample import Sampled
+from fedvlm.data.sample import SampledPool
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.formatting import counted, duration, size
@@ -16,7 +16,7 @@ from fedvlm.training.privacy_plan import recorded
 MOST_ROWS, MOST_CLASSES = 40, 12
 
 
-def show_plan(setup: Setup, found: Sampled) -> None:
+def show_plan(setup: Setup, found: SampledPool) -> None:
     jobs = planning.single_runs(setup, found.pool)
     setup = jobs[0]
     method, federation = train.prepare(setup, found.pool)
@@ -49,7 +49,7 @@ def show_plan(setup: Setup, found: Sampled) -> None:
     )
 
 
-def show_encoding(found: Sampled) -> None:
+def show_encoding(found: SampledPool) -> None:
     sample = found.sample
     if sample is None:
         return

@@ -20,10 +20,10 @@ def main(args: argparse.Namespace) -> None:
     pools = api.new_pools()
     if args.dry:
         from fedvlm.cli.commands.plan import show_plan
-        from fedvlm.data.sample import sampled
+        from fedvlm.data.sample import sampled_pool
         from fedvlm.training.planning import checked_outline
 
-        return show_plan(setup, sampled(setup, checked_outline(setup, pools)))
+        return show_plan(setup, sampled_pool(setup, checked_outline(setup, pools)))
     jobs = api.plan([setup], pools)
     run_and_show(jobs, setup.config.jobs, pools, args)
     if len(jobs) > 1:

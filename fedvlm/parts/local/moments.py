@@ -156,7 +156,7 @@ class SecondMoments(Local):
         for name, (moments, x, y) in sets.items():
             solved = solver(message, model, moments)
             for row, strength in enumerate(strengths):
-                heads = by_class(model, ridge.line(solved, strength, prior))
+                heads = by_class(model, ridge.heads_on_line(solved, strength, prior))
                 found[name][row] = torch.tensor(heads.accuracies(texts, x, y))
         return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
@@ -169,7 +169,7 @@ class SecondMoments(Local):
         for share in self.shares if scored else self.shares[:1]:
             solved = solver(message, model, mine.plus(others, share))
             for pull in pulls:
-                heads.append(ridge.line(solved, pull, shared))
+                heads.append(ridge.heads_on_line(solved, pull, shared))
                 reached.append(by_class(model, heads[-1]).accuracies(towards, x, y))
         return averaged(heads, towards, torch.tensor(reached), scored, float(message.extra[AVERAGING]))
 

@@ -111,7 +111,7 @@ class SumOfMoments(Merge):
             replies = cohort.ask("adjust", message).values
             accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
             cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
-        heads = [ridge.line(solved, strength, prior) for strength in self.strengths]
+        heads = [ridge.heads_on_line(solved, strength, prior) for strength in self.strengths]
         head, (row, column) = averaged(heads, self.texts, accuracies, count, self.averaging), first_best(accuracies)
         shared = state.shared | ridge.to_params(head, state.shared)
         cohort.effects |= {"strength": [self.strengths[row]], "text": [self.texts[column]]}

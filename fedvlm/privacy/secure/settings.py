@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedvlm.core.state import Message, Params, Reply
-from fedvlm.privacy.secure.fixed import Plan
+from fedvlm.privacy.secure.fixed import SumPlan
 from fedvlm.privacy.secure.graph import SMALLEST
 from fedvlm.privacy.secure.messages import Integers, traffic
 
@@ -29,7 +29,7 @@ class Secure(NamedTuple):
         return cls(config.threshold, config.secure_range) if config.secure else None
 
     def summation(self, merge: Summable, model: Model, sent: Params, clients: int) -> Summation:
-        plan = Plan.of(merge.ranges(model, sent, self.limit), clients)
+        plan = SumPlan.of(merge.ranges(model, sent, self.limit), clients)
         return Summation(merge, sent, plan, max(SMALLEST, ceil(self.threshold * clients)), self.limit)
 
 
@@ -38,7 +38,7 @@ class Summation(NamedTuple):
 
     merge: Summable
     sent: Params  # the shared model that clients start from
-    plan: Plan
+    plan: SumPlan
     threshold: int  # clients that must be in the sum
     limit: float
 
@@ -62,7 +62,7 @@ class Summed(NamedTuple):
     ids: np.ndarray  # of the clients in it
 
 
-def fingerprint(message: Message) -> bytes:
+def message_fingerprint(message: Message) -> bytes:
     """A hash of what clients train on, for Parameters.model. A server that sends one client another model than all
     others could otherwise make the sum tell of that client alone (Pasquini et al., 2022)."""
     found = hashlib.sha256(message.stage.encode())
