@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedvlm.report.figures import MethodLine, shorten, spaced
-from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Scale, linear_scale
+from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Scale, to_scale
 
 MOST_LABELS = 8  # curves or markers whose names stand beside them; of more, see the legend
 LONGEST = 14  # letters of a name at the end of a curve
@@ -106,5 +106,5 @@ def rows_axes(name: str, rows: Sequence[str], values: Sequence[float], x_label: 
     height = max(120, TOP + BOTTOM + 20 * len(rows))
     left = min(150, 16 + 6.4 * max(len(shorten(r, 20)) for r in rows))
     y = Scale(-0.5, len(rows) - 0.5, TOP, height - BOTTOM)
-    x = linear_scale(values, left, WIDTH - RIGHT)
+    x = to_scale(values, left, WIDTH - RIGHT)
     return Chart(name, x, y, x_label, height, rows=[shorten(r, 20) for r in rows])

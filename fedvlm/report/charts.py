@@ -17,20 +17,7 @@ from fedvlm.evaluation.protocols import is_base_to_novel
 from fedvlm.report.axes import Drawn, indexed, label_points, name_curves, room, rows_axes
 from fedvlm.report.client_charts import charts_of_clients, client_rows, ends, ranked, variances
 from fedvlm.report.figures import AXIS_LABELS, PLOTTED, MethodLine, score_name
-from fedvlm.report.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    bounds,
-    chart,
-    colour,
-    dashed,
-    element,
-    marker_path,
-)
+from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, bounds, chart, colour, dashed, element, marker
 from fedvlm.training.folder import RunFolder
 
 UNEVEN = 10  # times as many megabytes of one method as of another: a logarithmic axis
@@ -52,7 +39,7 @@ def legend(lines: list[MethodLine]) -> list[LegendEntry]:
 def curve_sample(method: int, frozen: bool) -> str:
     """A piece of its curve with its marker."""
     line = element("path", d="M2 8H38", cls=f"curve {dashed(method)}")
-    return line + element("path", d=marker_path(method, frozen, 20, 8), cls="mark")
+    return line + element("path", d=marker(method, frozen, 20, 8), cls="mark")
 
 
 def comparison_charts(runs: list[RunFolder], lines: list[MethodLine]) -> dict[str, list[Drawn]]:

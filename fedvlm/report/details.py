@@ -26,8 +26,8 @@ from fedvlm.report.svg import (
     chart,
     colour,
     element,
-    linear_scale,
     thinned,
+    to_scale,
 )
 
 BINS = 10
@@ -165,7 +165,7 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
     shown = [shorten(n, 16) for n in names] if step > 9 else [""] * size
     c = Chart(
         f"confusion matrix: {name}",
-        linear_scale([0, 1], left, WIDTH - 12),
+        to_scale([0, 1], left, WIDTH - 12),
         y,
         "columns: predicted class, same order",
         height,

@@ -56,7 +56,7 @@ def round_steps(low: float, high: float, most: int = 6) -> list[float]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def linear_scale(values: Sequence[float], start: float, end: float, margin: float = 0.08) -> Scale:
+def to_scale(values: Sequence[float], start: float, end: float, margin: float = 0.08) -> Scale:
     low, high = bounds(values)
     pad = (high - low) * margin
     return Scale(low - pad, high + pad, start, end)
@@ -112,7 +112,7 @@ class Chart:
             self.add("path", d="M" + "L".join(f"{self.x(a):g} {self.y(b):g}" for a, b in edge) + "Z", cls="band")
 
     def marker(self, method: int, x: float, y: float, tip: str, frozen: bool = False) -> None:
-        self.add("path", tip, d=marker_path(method, frozen, self.x(x), self.y(y)), cls="mark")
+        self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls="mark")
 
     def holds(self, x: float, y: float) -> bool:
         """Whether a point is inside the axes."""
@@ -161,8 +161,8 @@ def chart(
     room: float = 0,
 ) -> Chart:
     """Empty axes on which these values fit, with so much room at the right."""
-    x = (logarithmic if log_x else linear_scale)(xs, LEFT, WIDTH - RIGHT - room)
-    return Chart(name, x, (logarithmic if log_y else linear_scale)(ys, HEIGHT - BOTTOM, TOP), x_label)
+    x = (logarithmic if log_x else to_scale)(xs, LEFT, WIDTH - RIGHT - room)
+    return Chart(name, x, (logarithmic if log_y else to_scale)(ys, HEIGHT - BOTTOM, TOP), x_label)
 
 
 def element(tag: str, tip: str = "", text: str = "", cls: str = "", **attributes: float | str) -> str:
@@ -190,7 +190,7 @@ def thinned(points: Sequence[T], most: int) -> list[T]:
     return [points[int(k)] for k in np.unique(np.linspace(0, len(points) - 1, most).round())]
 
 
-def marker_path(method: int, frozen: bool, x: float, y: float) -> str:
+def marker(method: int, frozen: bool, x: float, y: float) -> str:
     """The path of a method's marker."""
     return shape_path("diamond" if frozen else SHAPES[method % len(SHAPES)], x, y)
 
