@@ -19,7 +19,7 @@ from fedvlm.parts import AXES
 from fedvlm.report.tables import DASH, plus_minus
 from fedvlm.system import console
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import LEAVE_ONE_OUT, Job, place, single_runs
+from fedvlm.training.planning import LEAVE_ONE_OUT, PlannedRun, place_of, single_runs
 from fedvlm.training.processes import RunsFailed
 
 Name = TypeVar("Name", bound=Hashable)
@@ -34,11 +34,11 @@ def run_each(setups: Mapping[Name, Setup], at_once: int, pools: Pools) -> dict[N
     return {name: [next(done) for _ in part] for name, part in jobs.items()}
 
 
-def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[Job]]:
+def jobs_of(setups: Mapping[Name, Setup], pools: Pools) -> dict[Name, list[PlannedRun]]:
     jobs = {}
     for name, setup in setups.items():
         pool = api.encode(setup, pools)
-        jobs[name] = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
+        jobs[name] = [PlannedRun(one, place_of(one, pool)) for one in single_runs(setup, pool)]
     return jobs
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fedvlm.predict.questions import Evaluation
     from fedvlm.system.table import Table
     from fedvlm.training.folder import RunFolder
-    from fedvlm.training.planning import Job
+    from fedvlm.training.planning import PlannedRun
 
 
 def run(method: str, **keys: object) -> Run:
@@ -80,9 +80,9 @@ def describe(method: str, **keys: object) -> Description:
 
 def runs(*paths: str | Path, trust: bool = False) -> Runs:
     """The runs in or below these folders; `trust`: see `Run`."""
-    from fedvlm.training.folder import find
+    from fedvlm.training.folder import find_runs
 
-    return Runs([Run(found, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
+    return Runs([Run(found, trust) for found in find_runs([str(p) for p in paths] or [str(runs_home())])])
 
 
 def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Predictor:
@@ -391,7 +391,7 @@ def encode(setup: Setup, pools: Pools) -> Pool:
     return pool
 
 
-def plan(setups: list[Setup], pools: Pools) -> list[Job]:
+def plan(setups: list[Setup], pools: Pools) -> list[PlannedRun]:
     """Every single run of these setups, with its folder; says what of private data would leave a client."""
     from fedvlm.system import console
     from fedvlm.training.planning import checked_outline, jobs_of
@@ -405,9 +405,9 @@ def plan(setups: list[Setup], pools: Pools) -> list[Job]:
             console.warn(f"{setup.method.label}: clients send {setup.merge.reveals}")
     if len(setups) == 1:
         return jobs_of(setups[0], encoded[0])
-    from fedvlm.training.planning import Job, place, single_runs
+    from fedvlm.training.planning import PlannedRun, place_of, single_runs
 
-    return [Job(j, place(j, p)) for s, p in zip(setups, encoded, strict=True) for j in single_runs(s, p)]
+    return [PlannedRun(j, place_of(j, p)) for s, p in zip(setups, encoded, strict=True) for j in single_runs(s, p)]
 
 
 def check_parts(setups: list[Setup]) -> None:
@@ -415,12 +415,12 @@ def check_parts(setups: list[Setup]) -> None:
     from fedvlm.training import slurm, trackers
 
     for setup in setups:
-        trackers.check(setup.config.log)
-        slurm.check(setup.config.launcher)
+        trackers.check_trackers(setup.config.log)
+        slurm.check_launcher(setup.config.launcher)
         _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 
 
-def execute(jobs: list[Job], at_once: int, pools: Pools) -> Runs:
+def execute(jobs: list[PlannedRun], at_once: int, pools: Pools) -> Runs:
     """Runs them with one progress bar over all rounds."""
     if not jobs:
         return Runs([])
@@ -461,7 +461,7 @@ def federated(setup: Setup, folder: Path | None = None) -> Run:
 def resume(found: Sequence[Run]) -> Runs:
     """Continue those that are not finished, from what their folders hold."""
     from fedvlm.system import console
-    from fedvlm.training.planning import Job
+    from fedvlm.training.planning import PlannedRun
 
     pools = new_pools()
     waiting = [r for r in found if not r.done]
@@ -473,7 +473,7 @@ def resume(found: Sequence[Run]) -> Runs:
         saved = one.files.load()
         console.note(f"{one.folder.name}: from round {saved[1] + 1 if saved else 0}")
         check_same(one.files, setup, pools)
-        execute([Job(setup, one.folder)], 1, pools)
+        execute([PlannedRun(setup, one.folder)], 1, pools)
     if not waiting:
         console.note("nothing to resume: finished")
     return Runs(found)

@@ -22,7 +22,7 @@ from fedvlm.system.formatting import counted
 from fedvlm.system.table import Table, Value
 from fedvlm.training import planning, train
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job, place, single_runs
+from fedvlm.training.planning import PlannedRun, place_of, single_runs
 from fedvlm.training.processes import RunsFailed
 from papers.data import Found, other_backbone
 from papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
@@ -37,11 +37,11 @@ class Planned:
 
     row: Row
     setup: Setup | None
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[PlannedRun, ...] = ()
     reason: str = ""
 
     @property
-    def waiting(self) -> list[Job]:
+    def waiting(self) -> list[PlannedRun]:
         return [j for j in self.jobs if not ((j.folder / "run.json").exists() and RunFolder(j.folder).done)]
 
     @property
@@ -83,7 +83,7 @@ def _planned(part: Part, row: Row, found: Found, given: Mapping[str, object], po
     setup = api.chosen(row.method, keys_of(part, row, found, given))
     try:
         pool = api.encode(setup, pools)
-        jobs = [Job(one, place(one, pool)) for one in single_runs(setup, pool)]
+        jobs = [PlannedRun(one, place_of(one, pool)) for one in single_runs(setup, pool)]
         train.prepare(jobs[0].setup, pool)
     except FedvlmError as error:  # this data or backbone does not suit the method; the other rows may go on
         return Planned(row, None, reason=f"cannot be run here: {error}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedvlm.core.local import Local
     from fedvlm.core.merge import Merge
     from fedvlm.core.metric import Metric
+    from fedvlm.engines.base import Engine
 
 COMMAND_LINE = "command line"
 RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
@@ -255,7 +256,7 @@ class Setup:
         homes = [h for h in self.parts if h.startswith("metric-")]
         return {h.removeprefix("metric-"): cast("Metric", self._build("metric", h)) for h in homes}
 
-    def engine_class(self) -> type:
+    def engine_class(self) -> type[Engine]:
         return self._class("engine", "engine")
 
     def _class(self, kind: str, home: str) -> type:

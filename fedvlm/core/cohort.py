@@ -4,45 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fedvlm.core.observers import Observer
-from fedvlm.core.state import EFFECT, Message, Note, Params, Reply, State
+from fedvlm.core.state import EFFECT, Message, Note, Params, Reply
 from fedvlm.errors import FedvlmError, NoQuorum
 
 if TYPE_CHECKING:
     from fedvlm.core.model import Model
-    from fedvlm.privacy.secure.settings import Secure, Summation, Summed
+    from fedvlm.engines.base import Engine
+    from fedvlm.privacy.secure.settings import Secure, Summation
     from fedvlm.privacy.secure.sums import Summable
     from fedvlm.rounds.guard import Guard
-
-
-class Carrier(Protocol):
-    """Carries a named step to clients and brings back their replies, a few clients at a time."""
-
-    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]: ...
-
-    def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed: ...
-
-    def placed(self, state: State) -> State:
-        """The state, with its shared parameters where the engine computes, if the merge can work there, too."""
-        ...
-
-    def outputs(self, message: Message, round: int) -> Params:
-        """Logits and features on every test example, by view; {} where they stay with the clients."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
 class Cohort:
     """The clients of one round. All communication goes through `stream` and `sums`, which count every byte."""
 
-    engine: Carrier
+    engine: Engine
     ids: np.ndarray
     round: int
     quorum: float = 0.0

@@ -27,7 +27,7 @@ from fedvlm.report.tables import format_value
 from fedvlm.studies.comparison import bench_folder, trains_nothing
 from fedvlm.system import console
 from fedvlm.training.folder import SWEEP, RunFolder
-from fedvlm.training.planning import Job, place, single_runs, unused_keys
+from fedvlm.training.planning import PlannedRun, place_of, single_runs, unused_keys
 from fedvlm.training.processes import RunsFailed
 
 if TYPE_CHECKING:
@@ -160,11 +160,11 @@ def first_seed(setup: Setup) -> int:
 
 def tried(setups: list[Setup], pools: Pools) -> list[list[RunFolder]]:
     """The finished runs of each setup on its first seed; a run that failed is missing."""
-    jobs: list[list[Job]] = []
+    jobs: list[list[PlannedRun]] = []
     for setup in setups:
         pool = api.encode(setup, pools)
         one = setup.with_(seeds=(first_seed(setup),), out=str(bench_folder(setup) / SWEEP))
-        jobs.append([Job(single, place(single, pool)) for single in single_runs(one, pool)])
+        jobs.append([PlannedRun(single, place_of(single, pool)) for single in single_runs(one, pool)])
     try:
         finished = api.execute([j for part in jobs for j in part], setups[0].config.jobs, pools).files
     except RunsFailed as error:
@@ -192,7 +192,7 @@ def best(setup: Setup, found: list[Choice]) -> Choice:
 def keep(choice: Choice, pools: Pools) -> None:
     """Copies the runs of the chosen setting to where those of all seeds go, so that they are recognised there."""
     pool = api.encode(choice.setup, pools)
-    places = {j.name for j in (place(single, pool) for single in single_runs(choice.setup, pool))}
+    places = {j.name for j in (place_of(single, pool) for single in single_runs(choice.setup, pool))}
     for run in choice.runs:
         target = bench_folder(choice.setup) / run.folder.name
         if run.folder.name in places and not target.exists():

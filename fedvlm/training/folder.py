@@ -91,7 +91,7 @@ class RunFolder:
             for path in folder.glob("code/**/*.py"):
                 files.sync(path)
             trust.remember(setup)
-            files.write(folder / "run.json", describe(setup, pool, federation, mark).to_json(), sync=True, advice=anew)
+            files.write(folder / "run.json", record_of(setup, pool, federation, mark).to_json(), sync=True, advice=anew)
             files.sync_folder(folder.parent)
         return run
 
@@ -263,7 +263,7 @@ class RunFolder:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
 
 
-def describe(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
+def record_of(setup: Setup, pool: Pool, federation: Federation, mark: str) -> RunRecord:
     from fedvlm.backbones.arithmetic import described_arithmetic
     from fedvlm.core.data import SPLITS
     from fedvlm.engines.base import device_of
@@ -336,7 +336,7 @@ def differs(found: RunRecord, setup: Setup, pool: Pool) -> str:
     return "it differs in " + ", ".join(keys) if keys else "another version of fedvlm made it"
 
 
-def find(paths: list[str]) -> list[RunFolder]:
+def find_runs(paths: list[str]) -> list[RunFolder]:
     """The runs at or below these folders, without those that a sweep tried."""
     found = []
     for path in paths:

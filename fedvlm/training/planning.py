@@ -30,7 +30,7 @@ from fedvlm.training.train import prepare
 LEAVE_ONE_OUT = "leave-one-domain-out"
 
 
-class Job(NamedTuple):
+class PlannedRun(NamedTuple):
     """A single run, and its folder."""
 
     setup: Setup
@@ -46,12 +46,12 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def jobs_of(setup: Setup, pool: Pool) -> list[Job]:
+def jobs_of(setup: Setup, pool: Pool) -> list[PlannedRun]:
     """The single runs of a setup, targets × seeds, each with its folder; with `out=`, a single run's folder is that."""
     found = single_runs(setup, pool)
     if len(found) == 1 and found[0].config.out:
-        return [Job(found[0], Path(found[0].config.out))]
-    return [Job(one, place(one, pool)) for one in found]
+        return [PlannedRun(found[0], Path(found[0].config.out))]
+    return [PlannedRun(one, place_of(one, pool)) for one in found]
 
 
 def single_runs(setup: Setup, pool: Pool) -> list[Setup]:
@@ -91,7 +91,7 @@ def checked_outline(setup: Setup, pools: Pools) -> Pool:
         if text not in pools.said:
             pools.said.add(text)
             console.note(text)
-    check(setup, found)
+    check_before_encoding(setup, found)
     return found
 
 
@@ -100,7 +100,7 @@ def unused_keys(setup: Setup) -> list[str]:
     return [f.name for f in fields(OptimiserSettings)] if setup.local.one_round else []
 
 
-def check(setup: Setup, outlined: Pool) -> None:
+def check_before_encoding(setup: Setup, outlined: Pool) -> None:
     """An error for everything that can be refused before images are encoded. `outlined`: see `pool.outline`."""
     device_of(setup)
     check_partition_keys(setup, outlined)
@@ -126,7 +126,7 @@ def check_partition_keys(setup: Setup, outlined: Pool) -> None:
         )
 
 
-def place(setup: Setup, pool: Pool) -> Path:
+def place_of(setup: Setup, pool: Pool) -> Path:
     """The folder of a run that has no name of its own."""
     root = Path(setup.config.out) if setup.config.out else runs_home()
     return root / folder_name(setup, pool)

@@ -28,6 +28,7 @@ from fedvlm.privacy.secure.graph import SMALLEST
 from fedvlm.privacy.secure.settings import Secure
 from fedvlm.privacy.secure.sums import Summable, needs_replies
 from fedvlm.rounds.method import name_of
+from fedvlm.system.formatting import six_digits
 from fedvlm.training.sampling import cohort_size, sampled
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def mixes_examples(method: Method, federation: Federation) -> bool:
     rows = torch.arange(low, low + min(PAIR, int(counts.max())))
     own, message = copy_per_client(method.newcomer, 1), method.init(len(federation.names)).message()
     gradients = method.local.gradients(method.model, message, own)
-    params = moved(copy_per_client(message.shared, 1) | copies.adapter_params(own))
+    params = nudged(copy_per_client(message.shared, 1) | copies.adapter_params(own))
     x, y = federation.data.take(rows[None]), federation.data.y[rows][None]
     for step in range(2):  # some rules treat every second step differently
         weight = torch.full((1, len(rows)), 1 / len(rows), dtype=federation.data.dtype)
@@ -207,7 +208,7 @@ def mixes_examples(method: Method, federation: Federation) -> bool:
     return False
 
 
-def moved(params: Params, by: float = 0.1) -> Params:
+def nudged(params: Params, by: float = 0.1) -> Params:
     flat = {k: torch.from_numpy(normal(b"", k, count=v.numel())) for k, v in params.items()}
     return {k: v + by * flat[k].view(v.shape).to(v) for k, v in params.items()}
 
@@ -241,10 +242,6 @@ def recorded(privacy: Privacy, rounds: int) -> PrivacyRecord:
         account.sampling,
         "replaced" if replaced else "added or removed" if account.level == "client" else "zeroed out",
     )
-
-
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def check_secure(setup: Setup, method: Method, clients: int) -> None:

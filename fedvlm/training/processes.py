@@ -25,7 +25,7 @@ from fedvlm.system.devices import ON_CPU, VISIBLE, Places, share_in_use, visible
 from fedvlm.system.interrupts import stoppable
 from fedvlm.system.machine import cores
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planning import PlannedRun
 from fedvlm.training.slurm import HERE, run_elsewhere
 from fedvlm.training.train import OnRound, train
 
@@ -45,7 +45,7 @@ class RunsFailed(FedvlmError):
         self.finished = finished
 
 
-def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
+def run_all(jobs: list[PlannedRun], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
     """Every job's finished run; one that fails is reported, the rest go on, and the failure is raised at the end. Ctrl-C
     ends those under way and starts no other."""
     with stoppable() as check:
@@ -57,7 +57,7 @@ def run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> 
         return _run_all(jobs, at_once, pools, tell)
 
 
-def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
+def _run_all(jobs: list[PlannedRun], at_once: int, pools: Pools, report: OnProgress) -> list[RunFolder]:
     elsewhere = bool(jobs) and jobs[0].setup.config.launcher != HERE
     if len(jobs) == 1 and not elsewhere:
         ((setup, folder),) = jobs
@@ -82,7 +82,7 @@ def _run_all(jobs: list[Job], at_once: int, pools: Pools, report: OnProgress) ->
     return finished
 
 
-def reasons(jobs: list[Job], failed: dict[int, str]) -> str:
+def reasons(jobs: list[PlannedRun], failed: dict[int, str]) -> str:
     """What went wrong, each thing once, with the runs that it happened to."""
     by_error: dict[str, list[str]] = {}
     for i, error in failed.items():
@@ -91,7 +91,7 @@ def reasons(jobs: list[Job], failed: dict[int, str]) -> str:
     return "\n  ".join(lines[:10])
 
 
-def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
+def attempt(job: PlannedRun, pools: Pools, on_round: OnRound) -> str:
     """Trains; what went wrong, in words, or ""."""
     try:
         train(job.setup, pools.load(job.setup), job.folder, on_round)
@@ -102,7 +102,7 @@ def attempt(job: Job, pools: Pools, on_round: OnRound) -> str:
     return ""
 
 
-def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Callable[[int, str], None]) -> None:
+def _in_processes(jobs: list[PlannedRun], at_once: int, report: OnProgress, ended: Callable[[int, str], None]) -> None:
     """A process takes one run after the other. Where one dies, its run is tried once more in a new process."""
     waiting, died = list(range(len(jobs))), Counter[int]()
     idle: list[_Process] = []
@@ -148,7 +148,7 @@ def _in_processes(jobs: list[Job], at_once: int, report: OnProgress, ended: Call
             process.end()
 
 
-def on_gpu(job: Job) -> bool:
+def on_gpu(job: PlannedRun) -> bool:
     return device_of(job.setup) == "cuda"
 
 

@@ -16,23 +16,24 @@ from fedvlm.backbones.arithmetic import described_arithmetic
 from fedvlm.config.config import Setup
 from fedvlm.core.adapter import HasDiagnostics
 from fedvlm.core.client_names import count_of
-from fedvlm.core.cohort import Carrier, Cohort
+from fedvlm.core.cohort import Cohort
 from fedvlm.core.records import UPDATE, Result, RoundRecord
 from fedvlm.core.state import Message, Note, Params, State, is_running_statistic
 from fedvlm.data.clients import Federation, federate
 from fedvlm.data.pool import Pool
-from fedvlm.engines.base import Job, device_of
+from fedvlm.engines.base import Engine, Job, device_of
 from fedvlm.errors import FedvlmError, NoQuorum, VoidRound
 from fedvlm.evaluation.views import evaluate, selection
 from fedvlm.privacy.secure.settings import Secure
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
+from fedvlm.system.formatting import six_digits
 from fedvlm.system.timing import clock, timed
 from fedvlm.training.folder import SERVER, STATE, RunFolder
 from fedvlm.training.privacy_plan import check_method, check_secure, planned, recorded
 from fedvlm.training.sampling import cohort_size, sampled
 from fedvlm.training.saved import check_state
-from fedvlm.training.trackers import opened
+from fedvlm.training.trackers import open_trackers
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
@@ -84,9 +85,9 @@ def train_on(
         bound = 0.0 if setup.config.dp == "client" else setup.config.bound
         guard = Guard(method, federation.names, declared, data.extras, bound, run.log)
         job = Job(setup, method, federation, data, run.folder, run.log, guard, device_of(setup), run.name)
-        engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
+        engine = setup.engine_class().open(job)
         try:
-            with opened(setup.config.log, run) as log:
+            with open_trackers(setup.config.log, run) as log:
 
                 def tell(record: RoundRecord) -> None:
                     log(record)
@@ -102,7 +103,7 @@ def play_rounds(
     setup: Setup,
     method: Method,
     federation: Federation,
-    engine: Carrier,
+    engine: Engine,
     guard: Guard,
     run: RunFolder,
     on_round: OnRound,
@@ -193,7 +194,7 @@ def usable(state: State, before: State) -> State:
     return state
 
 
-def sample(setup: Setup, federation: Federation, engine: Carrier, guard: Guard, round: int) -> Cohort:
+def sample(setup: Setup, federation: Federation, engine: Engine, guard: Guard, round: int) -> Cohort:
     """The clients of a round and, in a rehearsal of failures, those that will not answer."""
     config, able = setup.config, federation.seen
     privacy = guard.method.privacy
@@ -219,7 +220,7 @@ def account(cohort: Cohort, federation: Federation) -> RoundRecord:
 
 
 def diagnose(
-    method: Method, federation: Federation, engine: Carrier, guard: Guard, message: Message, round: int
+    method: Method, federation: Federation, engine: Engine, guard: Guard, message: Message, round: int
 ) -> RoundRecord:
     if not isinstance(method.adapter, HasDiagnostics):
         return {}
@@ -261,7 +262,3 @@ def result(method: Method, federation: Federation, records: list[RoundRecord]) -
 
 def count(params: Params) -> int:
     return sum(v.numel() for v in params.values())
-
-
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -29,7 +29,7 @@ from fedvlm.rounds.method import Method
 from fedvlm.system.devices import ON_CPU, Places, visible
 from fedvlm.training import processes
 from fedvlm.training.folder import STATE, RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planning import PlannedRun
 from fedvlm.training.train import train
 
 NEWCOMER = {"w": torch.zeros(3), "b": torch.full((), 7.0)}
@@ -273,6 +273,6 @@ def test_each_process_sees_its_own_gpu(monkeypatch, images, tmp_path):
     monkeypatch.setattr(processes, "visible", lambda: ("4", "7"))
     monkeypatch.setattr(processes, "on_gpu", lambda job: True)
     setups = [resolve("fedclip", {"data": str(images), "rounds": 0, "seed": s}) for s in (1, 2)]
-    jobs = [Job(setup, tmp_path / str(setup.config.seed)) for setup in setups]
+    jobs = [PlannedRun(setup, tmp_path / str(setup.config.seed)) for setup in setups]
     assert all(run.done for run in processes.run_all(jobs, 0, Pools(), lambda i, record, error: None))
     assert seen == ["4", "7"]

@@ -384,7 +384,7 @@ def test_it_is_another_run_than_without(images, tmp_path):
     with pytest.raises(FedvlmError, match=r"holds another run \(it differs in protocol\)"):
         run_of(images, tmp_path / "run", "fedavg", protocol="one")
     here, there = (setup_of(images, "fedavg", protocol=p) for p in ("base-to-novel", "one"))
-    assert planning.place(here, Pools().load(here)) != planning.place(there, Pools().load(there))
+    assert planning.place_of(here, Pools().load(here)) != planning.place_of(there, Pools().load(there))
     data = RunFolder(tmp_path / "run").record.data
     assert tuple(data.classes) == FIVE[:2] and tuple(data.novel) == FIVE[2:]
 

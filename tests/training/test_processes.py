@@ -15,7 +15,7 @@ from fedvlm.core.records import RoundRecord
 from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planning import PlannedRun
 from fedvlm.training.processes import run_all
 
 DEADLY = '''"""Dies while it trains, in the middle of a record on the pipe to its parent."""
@@ -50,8 +50,8 @@ def setup(points: Path, **keys: object) -> Setup:
     return resolve("fedot", {"data": str(points), "partition": "iid", "clients": 3, "rounds": 4, "lr": 0.05, **keys})
 
 
-def jobs(points: Path, folder: Path) -> list[Job]:
-    return [Job(setup(points, seed=s), folder / str(s)) for s in (1, 2, 3)]
+def jobs(points: Path, folder: Path) -> list[PlannedRun]:
+    return [PlannedRun(setup(points, seed=s), folder / str(s)) for s in (1, 2, 3)]
 
 
 def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bits(points, tmp_path):
@@ -80,7 +80,7 @@ def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bit
 def test_a_run_that_always_dies_is_named_and_the_others_finish(points, tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY)
     planned = jobs(points, tmp_path)
-    planned[0] = Job(setup(points, local=str(tmp_path / "deadly.py")), tmp_path / "deadly")
+    planned[0] = PlannedRun(setup(points, local=str(tmp_path / "deadly.py")), tmp_path / "deadly")
     with pytest.raises(
         FedvlmError, match=r"^1 of 3 runs failed:\n  deadly: its process died twice \(exit code 3\)"
     ) as e:

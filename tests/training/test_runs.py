@@ -23,7 +23,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training import train
 from fedvlm.training.folder import RunFolder, folder_name
-from fedvlm.training.planning import Job
+from fedvlm.training.planning import PlannedRun
 from fedvlm.training.processes import run_all
 
 
@@ -295,8 +295,8 @@ def test_nothing_to_run_is_done():
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_of_several_runs_one_that_fails_is_named_and_the_others_finish(at_once, images, tmp_path):
-    good = [Job(small_setup(images, seed=s), tmp_path / f"good-{s}") for s in (1, 2)]
-    bad = Job(small_setup(images, dropout=1.0, rounds=8), tmp_path / "bad")
+    good = [PlannedRun(small_setup(images, seed=s), tmp_path / f"good-{s}") for s in (1, 2)]
+    bad = PlannedRun(small_setup(images, dropout=1.0, rounds=8), tmp_path / "bad")
     told: list[tuple[int, RoundRecord | None, str]] = []
     with pytest.raises(FedvlmError, match=r"1 of 3 runs failed:\n  bad: 3 rounds in a row") as caught:
         run_all([good[0], bad, good[1]], at_once, Pools(), lambda i, record, error: told.append((i, record, error)))
@@ -312,7 +312,7 @@ def test_of_several_runs_one_that_fails_is_named_and_the_others_finish(at_once, 
 
 
 def test_runs_that_fail_alike_are_told_once(images, tmp_path):
-    jobs = [Job(small_setup(images, dropout=1.0, rounds=8, seed=s), tmp_path / f"bad-{s}") for s in (1, 2)]
+    jobs = [PlannedRun(small_setup(images, dropout=1.0, rounds=8, seed=s), tmp_path / f"bad-{s}") for s in (1, 2)]
     with pytest.raises(FedvlmError, match=r"^2 of 2 runs failed:\n  bad-1, bad-2: 3 rounds in a row") as caught:
         run_all(jobs, 1, Pools(), lambda i, record, error: None)
     assert str(caught.value).count("\n") == 1

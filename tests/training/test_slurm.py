@@ -16,7 +16,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.training import processes, slurm
 from fedvlm.training.folder import RunFolder
-from fedvlm.training.planning import Job
+from fedvlm.training.planning import PlannedRun
 
 
 class Cluster:
@@ -51,14 +51,14 @@ class Cluster:
 def cluster(monkeypatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(slurm, "submit", found.submit)
-    monkeypatch.setattr(slurm, "check", lambda name: None)
+    monkeypatch.setattr(slurm, "check_launcher", lambda name: None)
     monkeypatch.setattr(slurm, "POLL", 0.0)
     return found
 
 
-def jobs_of(images, folder, **more) -> list[Job]:
+def jobs_of(images, folder, **more) -> list[PlannedRun]:
     given = {"data": str(images), "rounds": 2, "launcher": "slurm", "launch": "cpus_per_task:4,slurm_partition:gpu"}
-    return [Job(resolve("fedclip", given | more | {"seed": s}), folder / str(s)) for s in (1, 2)]
+    return [PlannedRun(resolve("fedclip", given | more | {"seed": s}), folder / str(s)) for s in (1, 2)]
 
 
 def test_runs_elsewhere_are_the_runs_here(images, tmp_path, cluster):
@@ -108,8 +108,8 @@ def test_a_job_that_ended_without_its_run(tmp_path, images, cluster):
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None)
     with pytest.raises(FedvlmError, match=r'launcher=slurm needs submitit.*pip install "fedvlm\[slurm\]"'):
-        slurm.check("slurm")
-    slurm.check("none")
+        slurm.check_launcher("slurm")
+    slurm.check_launcher("none")
 
 
 def test_what_a_job_asks_for():

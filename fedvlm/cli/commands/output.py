@@ -16,11 +16,11 @@ from fedvlm.system import console, files
 
 if TYPE_CHECKING:
     from fedvlm.data.pool import Pools
-    from fedvlm.training.planning import Job
+    from fedvlm.training.planning import PlannedRun
 
 
 def run_and_show(
-    jobs: list[Job], at_once: int, pools: Pools, args: argparse.Namespace, notes: Sequence[str] = ()
+    jobs: list[PlannedRun], at_once: int, pools: Pools, args: argparse.Namespace, notes: Sequence[str] = ()
 ) -> Runs:
     """Runs them and prints their table, with these notes; where some fail, the table of the others, and then the error."""
     from fedvlm.training.processes import RunsFailed  # imports torch
