@@ -25,7 +25,7 @@ from study import last_rounds, mean_std, megabytes_per_round, results, run_each,
 
 from fedvlm.config.config import Setup, resolve
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.merge import Gaps, Replies
+from fedvlm.core.merge import Replies
 from fedvlm.core.state import Message
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
@@ -143,7 +143,7 @@ def print_linearity(args: argparse.Namespace, pools: Pools, rounds: int = 5) -> 
             for round in range(1, rounds + 1):
                 state = method.round(state, Cohort(engine, federation.seen, round, rounds=args.rounds))
             trained = Cohort(engine, federation.seen, rounds + 1).ask("train", state.message())
-        replies = Replies(*trained, Gaps({}))
+        replies = Replies(*trained)
         for k, i in enumerate(replies.ids):
             weights, gaps = np.linspace(0, 1, 11), []
             for own in weights:

@@ -244,7 +244,7 @@ def wire(count: int, place: Path) -> Outcome:
     """A request of so many megabytes to a client process and back, as the loopback engine does it; the best of three."""
     import torch
 
-    from fedvlm.federation.engines.loopback import connected
+    from fedvlm.federation.engines.loopback import connected_process
     from fedvlm.federation.wire import Header, pack, receive, send, unpack
 
     client = (
@@ -256,7 +256,7 @@ def wire(count: int, place: Path) -> Outcome:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for megabytes in (16, 64, 256):
         with Path(os.devnull).open("wb") as log:
-            process, reader, writer = connected([sys.executable, "-c", client], log, environment)
+            process, reader, writer = connected_process([sys.executable, "-c", client], log, environment)
         send(writer, pack(Header(), {"shared": {"w": torch.ones(1)}}))
         receive(reader)
         sent, posts, trips = {"shared": {"w": torch.randn(megabytes << 18)}}, [], []

@@ -603,7 +603,7 @@ def strangers(fed: Federation) -> Iterator[Tried]:
 
 
 def unpacked_kit(path: Path) -> Path:
-    from fedvlm.federation.provision import unpack as unpack_kit
+    from fedvlm.federation.provision import unzip_kit as unpack_kit
 
     return unpack_kit(path)
 

@@ -145,11 +145,16 @@ def lists_of_keys(parsed: dict[Path, ast.Module]) -> Iterator[bool]:
 
 
 def shared_names(parsed: dict[Path, ast.Module]) -> str:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    named = [n.name for t in parsed.values() for n in t.body if isinstance(n, kinds) and not n.name.startswith("_")]
-    counts = Counter(named)
+    counts = public_names(parsed)
     twice = sum(count > 1 for count in counts.values())
     return f"{twice} of {len(counts):,} ({twice / len(counts):.1%})"
+
+
+def public_names(parsed: dict[Path, ast.Module]) -> Counter[str]:
+    """The names of functions and classes, each with the number of modules that define it."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    named = [n.name for t in parsed.values() for n in t.body if isinstance(n, kinds) and not n.name.startswith("_")]
+    return Counter(named)
 
 
 def takers(parsed: dict[Path, ast.Module], name: str) -> int:

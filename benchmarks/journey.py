@@ -42,7 +42,7 @@ from fedvlm.data.source import open_source
 from fedvlm.data.store import features
 from fedvlm.system import console
 from fedvlm.system.machine import cores
-from fedvlm.towers.products import linear
+from fedvlm.towers.products import plain_linear
 from fedvlm.training.folder import RunFolder
 
 COMMANDS = {
@@ -254,7 +254,7 @@ def product_floor() -> tuple[float, float, float]:
     torch.set_num_threads(1)
     x, weight = torch.randn(PIECE * tokens, width), torch.randn(wide, width)
     rates = []
-    for product in (linear, torch.nn.functional.linear):
+    for product in (plain_linear, torch.nn.functional.linear):
         product(x, weight)
         began = time.process_time()
         for _ in range(50):

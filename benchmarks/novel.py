@@ -28,7 +28,7 @@ from fedvlm.config.config import resolve
 from fedvlm.core.records import MEASURES, Number, value_of
 from fedvlm.data.pool import Pools
 from fedvlm.evaluation.novel import MACRO
-from fedvlm.evaluation.protocols import row
+from fedvlm.evaluation.protocols import matrix_row
 from fedvlm.system import console
 from fedvlm.training.folder import RunFolder
 
@@ -190,7 +190,7 @@ def print_domains(found: Found, settings: str) -> None:
     names: list[str] = []
     rows = []
     for name, runs in found.items():
-        by_domain = [{d: 100 * v for d, (v, _) in row(run.record).items()} for run in runs]
+        by_domain = [{d: 100 * v for d, (v, _) in matrix_row(run.record).items()} for run in runs]
         names = names or list(by_domain[0])
         means = [float(np.mean(list(one.values()))) for one in by_domain]
         cells = [mean_std([one.get(d) for one in by_domain]) for d in names]

@@ -24,7 +24,7 @@ from fedvlm.core.records import (
     RoundRecord,
     RunRecord,
 )
-from fedvlm.report.page import Options, page
+from fedvlm.report.page import PageOptions, page
 from fedvlm.training.folder import RunFolder
 
 SHARED = PartRecord("mean")
@@ -107,9 +107,9 @@ def with_outputs(runs: list[RunFolder], each: int = 20) -> list[RunFolder]:
 
 def main() -> None:
     cases = {
-        "12 methods × 12 runs": (many_methods, Options()),
-        "500 clients, 12 runs": (many_clients, Options()),
-        "the same with --details": (lambda root: with_outputs(many_clients(root)), Options(details=True)),
+        "12 methods × 12 runs": (many_methods, PageOptions()),
+        "500 clients, 12 runs": (many_clients, PageOptions()),
+        "the same with --details": (lambda root: with_outputs(many_clients(root)), PageOptions(details=True)),
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, (make, options) in cases.items():

@@ -24,7 +24,7 @@ from fedvlm.config.config import Setup, resolve
 from fedvlm.core.records import RunRecord
 from fedvlm.data.pool import Pools
 from fedvlm.system import console
-from fedvlm.training.folder import RunFolder, find
+from fedvlm.training.folder import RunFolder, find_runs
 
 METHODS = ("fedavg", "fedot", "promptfl", "fedlora")
 EPSILONS = (16.0, 8.0, 4.0, 2.0, 1.0)
@@ -69,7 +69,7 @@ def main() -> None:
             one = chosen_clip(args, level, method, pools)
             study = {e: one(e, tuple(args.seeds)) for e in (WITHOUT, *args.epsilons)}
             run_each(study, args.jobs, pools)
-    found = rows(find([args.out]))
+    found = rows(find_runs([args.out]))
     epsilons = sorted({row.epsilon for row in found if row.epsilon}, reverse=True)
     console.rows(["level", "method", *map(label, (WITHOUT, *epsilons))], list(lines(found, epsilons)))
     if args.write:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.config.config import Layout, resolve
-from fedvlm.core.cohort import Carrier, Cohort
+from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.records import RoundRecord
 from fedvlm.core.state import Message, Params, Reply, State, select
@@ -48,6 +48,7 @@ from fedvlm.data.clients import Federation, federate
 from fedvlm.data.nouns import nouns
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.source import decode
+from fedvlm.engines.base import Engine
 from fedvlm.engines.stacked import Stacked, max_clients
 from fedvlm.evaluation.protocols import or_nan
 from fedvlm.evaluation.views import evaluate
@@ -324,7 +325,7 @@ def print_prompt_count(name: str, method: Method, federation: Federation, state:
     print(f"{name}: evaluation encoded {sum(calls)} prompts in {len(calls)} calls; {distinct} of them differ")
 
 
-def score(method: Method, federation: Federation, engine: Carrier, state: State, round: int) -> RoundRecord:
+def score(method: Method, federation: Federation, engine: Engine, state: State, round: int) -> RoundRecord:
     return evaluate(method, federation, Cohort(engine, np.arange(federation.scored), round), state.message())
 
 

@@ -23,7 +23,7 @@ import rows
 from fedvlm.core.records import RunRecord
 from fedvlm.report.tables import summarise
 from fedvlm.system.table import Table
-from fedvlm.training.folder import RunFolder, find
+from fedvlm.training.folder import RunFolder, find_runs
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "results.md"
 TOLD = ("rounds", "split", "shots", "score", "unseen_split", "personal_split", "protocol")  # by titles, in this order
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3, help="tables with fewer are left out")
     parser.add_argument("--write", action="store_true", help="docs/results.md")
     args = parser.parse_args()
-    done = [run for run in find(args.folders) if run.done]
+    done = [run for run in find_runs(args.folders) if run.done]
     groups = tables_of(done, args.seeds)
     kept = {title: runs for title, runs in groups.items() if len({row_of(r.record) for r in runs}) >= args.rows}
     made = {

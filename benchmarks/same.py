@@ -138,7 +138,7 @@ def plans(before: Path) -> dict[str, dict[str, list[str]]]:
     from fedvlm.config import recipe
 
     plan: dict[str, dict[str, list[str]]] = {"before": {}, "after": {}}
-    known = set(recipe.names())
+    known = set(recipe.recipe_names())
     found = [*before.glob("fedvlm/parts/recipes/*.yaml"), *before.glob("fedvlm/recipes/*.yaml")]  # now, and formerly
     for path in sorted(found):
         name = path.stem

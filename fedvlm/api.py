@@ -60,7 +60,7 @@ def chosen(method: str, given: Mapping[str, object]) -> Setup:
 
 def methods(pattern: str = "*") -> list[str]:
     """The names of built-in methods that match a pattern such as "fed*"."""
-    return [name for name in recipe.names() if fnmatch.fnmatch(name, pattern)]
+    return [name for name in recipe.recipe_names() if fnmatch.fnmatch(name, pattern)]
 
 
 def describe(method: str, **keys: object) -> Description:
@@ -80,9 +80,9 @@ def describe(method: str, **keys: object) -> Description:
 
 def runs(*paths: str | Path, trust: bool = False) -> Runs:
     """The runs in or below these folders; `trust`: see `Run`."""
-    from fedvlm.training.folder import find
+    from fedvlm.training.folder import find_runs
 
-    return Runs([Run(found.folder, trust) for found in find([str(p) for p in paths] or [str(runs_home())])])
+    return Runs([Run(found.folder, trust) for found in find_runs([str(p) for p in paths] or [str(runs_home())])])
 
 
 def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Predictor:
@@ -92,7 +92,7 @@ def load(folder: str | Path, backbone: object = None, trust: bool = False) -> Pr
     it would do."""
     from fedvlm.predict.export import folder as exported
 
-    return exported.load(folder, encoder(backbone), trust)
+    return exported.load_export(folder, encoder(backbone), trust)
 
 
 class Run:
@@ -182,7 +182,7 @@ class Run:
         """What was asked of it so far."""
         from fedvlm.predict import questions
 
-        return questions.read(self.folder)
+        return questions.read_answers(self.folder)
 
     def resume(self) -> Run:
         """Continue where the run stopped."""
@@ -250,9 +250,9 @@ class Runs(Sequence[Run]):
     ) -> Path:
         """One self-contained page. details: also what the models said of test images. images: also some of these images,
         which are private data. tsne: of the details, image features by t-SNE too (needs scikit-learn)."""
-        from fedvlm.report.page import Options, page
+        from fedvlm.report.page import PageOptions, page
 
-        page(self.files, Path(path), Options(details=details, images=images, tsne=tsne))
+        page(self.files, Path(path), PageOptions(details=details, images=images, tsne=tsne))
         return Path(path)
 
     def __repr__(self) -> str:
@@ -417,7 +417,7 @@ def federated(setup: Setup, folder: Path | None = None) -> Run:
     from fedvlm.system import console
 
     with console.progress(setup.method.label, 1 + setup.config.rounds) as update:
-        return Run(admin.run(setup, lambda record: update(record["round"] + 1, records.words(record)), folder))
+        return Run(admin.run_on_sites(setup, lambda record: update(record["round"] + 1, records.words(record)), folder))
 
 
 def resume(found: Sequence[Run]) -> Runs:
@@ -456,7 +456,7 @@ def ask(run: Run, outsiders: Sequence[str], corrupt: Sequence[str], data: Sequen
     for kind, what in asked:
         with console.progress(f"{kind}={what}") as update:
             found.append(finished.QUESTIONS[kind](model, what, lambda done, total: update(done, total=total)))
-        questions.write(run.folder, found[-1])
+        questions.write_answers(run.folder, found[-1])
     return found
 
 

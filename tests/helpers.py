@@ -39,7 +39,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.federation import wire
 from fedvlm.federation.engines.loopback import Inbox
-from fedvlm.federation.worker import Client
+from fedvlm.federation.worker import SiteClient
 from fedvlm.parts import registry
 from fedvlm.rounds.method import Method
 from fedvlm.towers.text import TextTower
@@ -321,7 +321,7 @@ def parts_of(method: Method) -> list[str]:
 def published() -> set[tuple[str, str, str]]:
     """The combinations that recipes use, on their own adapter and on each preset that they can be put on."""
     found = set()
-    for name in recipe.names():
+    for name in recipe.recipe_names():
         for on in ("", *recipe.presets()):
             try:
                 plan = recipe.load(name, on)
@@ -442,7 +442,7 @@ class InProcess:
 
     def __init__(self, client: int, folder: Path, inbox: Inbox):
         self.client, self.inbox, self.limit, self.alive = client, inbox, 0, True
-        self.serves = Client(folder)
+        self.serves = SiteClient(folder)
 
     def post(self, frame: bytes) -> None:
         answer = self.serves.answer(*wire.unpack(frame))
@@ -455,7 +455,7 @@ class InProcess:
     kill = stop
 
 
-def all_answered(running: encode_server.Server) -> None:
+def all_answered(running: encode_server.EncodeServer) -> None:
     """Waits until no request is under way: all that the server writes into its log about them is there."""
     for _ in range(encode_server.CONNECTIONS):
         assert running.connections.acquire(timeout=10), "a request is still under way"

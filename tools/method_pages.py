@@ -59,7 +59,7 @@ class Grid(NamedTuple):
 
 def pages() -> dict[str, str]:
     """The Markdown of every method's page, by the method's name."""
-    return {name: page(name) for name in recipe.names()}
+    return {name: page(name) for name in recipe.recipe_names()}
 
 
 @cache

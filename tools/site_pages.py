@@ -38,7 +38,7 @@ def on_config(config: MkDocsConfig) -> None:
     assert config.nav is not None
     section = next(entry["Methods"] for entry in config.nav if "Methods" in entry)
     for family, title in method_pages.FAMILIES.items():
-        found = [n for n in recipe.names() if method_pages.family(n) == family]
+        found = [n for n in recipe.recipe_names() if method_pages.family(n) == family]
         section.append({title: [{recipe.load(n).title: f"methods/{n}.md"} for n in found]})
     listed = str(config.nav)
     results = next(entry["Results"] for entry in config.nav if "Results" in entry)
@@ -86,7 +86,7 @@ def in_site(link: re.Match[str], folder: Path) -> str:
 def with_method_links(markdown: str) -> str:
     """Names of recipes in the first column of a table lead to their pages."""
 
-    known = recipe.names()
+    known = recipe.recipe_names()
 
     def link(word: re.Match[str]) -> str:
         return f"[{word[0]}](methods/{word[0]}.md)" if word[0] in known else word[0]

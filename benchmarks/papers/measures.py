@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, value_of
-from fedvlm.evaluation.protocols import by_seed, mean_if_complete, row, summary
+from fedvlm.evaluation.protocols import by_seed, matrix_row, matrix_summary, mean_if_complete
 from fedvlm.predict import questions
 from fedvlm.training.folder import RunFolder
 from papers.manifest import PERCENT
@@ -59,16 +59,16 @@ def _each(runs: Sequence[RunFolder], value: Callable[[RunFolder], Number]) -> li
 
 def _cell(record: RunRecord, name: str, target: str, domain: str, select: Select) -> Number:
     """Of the run that held `target` out: its score on `domain`, or G, P, C of its row of the matrix."""
-    entries = row(record, select)
+    entries = matrix_row(record, select)
     if domain or name == "G":
         score = entries.get(domain or target)
         return None if score is None or score[0] != score[0] else score[0]
-    return summary([entries])[name]
+    return matrix_summary([entries])[name]
 
 
 def _mean_corrupted(run: RunFolder) -> Number:
     """Over the kinds of corruption that the run was asked about."""
-    asked = [e.scores[f"cacc@{e.name}"] for e in questions.read(run.folder) if e.kind == "corrupt"]
+    asked = [e.scores[f"cacc@{e.name}"] for e in questions.read_answers(run.folder) if e.kind == "corrupt"]
     return mean_if_complete([scores.get("personal") for scores in asked]) if asked else None
 
 
@@ -77,7 +77,7 @@ def _single(run: RunFolder, name: str, place: str, select: Select) -> Number:
     result, scored = record.finished, record.finished.at(select)
     if place:
         if name == "acc":
-            score = row(record, select).get(place)
+            score = matrix_row(record, select).get(place)
             return None if score is None else score[0]
         measure = f"{name}@{place}"
         if measure not in scored and scored["round"] == result.last["round"]:  # the models that `fedvlm evaluate` asks
@@ -97,7 +97,7 @@ def _single(run: RunFolder, name: str, place: str, select: Select) -> Number:
     if name == "condition":
         return mean_if_complete(list(scored.get("condition", {}).values()))
     if name == "acc":
-        return value_of(scored, "acc") if "acc" in scored else summary([row(record, select)])["P"]
+        return value_of(scored, "acc") if "acc" in scored else matrix_summary([matrix_row(record, select)])["P"]
     costs = {
         "seconds": result.seconds,
         "mb": result.bytes_up / max(1, result.last["round"]) / 1e6,

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from fedvlm.config.recipe import PUBLISHED, Entry, Settings, parse
+from fedvlm.config.recipe import PUBLISHED, PublishedEntry, Settings, parse
 
 PAPERS = Path(__file__).parent / "tables"
 ROW_KEYS = (
@@ -62,9 +62,9 @@ def paper(name: str) -> Paper:
     return cast(Paper, parse(PAPERS / f"{name}.yaml", own=True))
 
 
-def entries() -> list[Entry]:
+def entries() -> list[PublishedEntry]:
     """The rows that a run can have beside it; a method with several rows in one table is left out: a sweep of settings."""
-    out: list[Entry] = []
+    out: list[PublishedEntry] = []
     for known in map(paper, paper_names()):
         for table in known["tables"]:
             about = [f"{known['paper']} {table['table']}", table.get("backbone", ""), table.get("note", "")]
@@ -78,7 +78,9 @@ def entries() -> list[Entry]:
                 for label in (own, *row.get("also", [])):
                     method, _, on = label.partition(" on=")
                     out.append(
-                        Entry(method, on, table["data"], table.get("settings", {}), numbers | {"source": source})
+                        PublishedEntry(
+                            method, on, table["data"], table.get("settings", {}), numbers | {"source": source}
+                        )
                     )
     return out
 

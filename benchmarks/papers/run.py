@@ -150,7 +150,7 @@ def execute(planned: list[Planned], at_once: int) -> str:
 def ask(part: Part, planned: list[Planned], found: Found) -> None:
     """Asks the finished runs what the table's measures@PLACE need and nobody asked before; nothing is trained for it."""
     for run in (run for p in planned for run in p.finished):
-        known = {e.asked for e in questions.read(run.folder)}
+        known = {e.asked for e in questions.read_answers(run.folder)}
         kinds = [k for k in part.places("cacc") if k not in known]
         sets = [path for path in found.outsider_sets.values() if path not in known]
         if kinds or sets:
@@ -175,7 +175,7 @@ def draw(part: Part, planned: list[Planned], place: str) -> None:
             held_out = f", {', '.join(job.setup.config.unseen)}" if len(jobs) > 1 else ""
             found.append(models.Named(p.row.title + held_out, model))
     if found:
-        figures.write(models.draw(panel, found), Path(place), figures.LIGHT)
+        figures.write_picture(models.draw(panel, found), Path(place), figures.LIGHT)
 
 
 def draw_curves(part: Part, members: Sequence[list[Planned]], place: str) -> None:
@@ -187,7 +187,7 @@ def draw_curves(part: Part, members: Sequence[list[Planned]], place: str) -> Non
         row.title: [p.finished for planned in members for p in planned if p.row.title == row.title] for row in part.rows
     }
     measures = {m: 100.0 if m in PERCENT else 1.0 for m in part.measures}
-    figures.write(curves.draw(rows, measures), Path(place), figures.LIGHT)
+    figures.write_picture(curves.draw(rows, measures), Path(place), figures.LIGHT)
 
 
 def runs_of(planned: list[Planned]) -> Runs:

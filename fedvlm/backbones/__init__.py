@@ -17,7 +17,7 @@ HUB = re.compile(r"[\w-][\w.-]{,95}/[\w-][\w.-]{,95}")  # owner/model
 Form = Literal["object", "installed", "onnx", "http", "pixels", "python", "bundled", "hub", "folder"]
 
 
-def installed() -> dict[str, EntryPoint]:
+def installed_backbones() -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=GROUP)}
 
 
@@ -25,7 +25,7 @@ def form_of(name: str) -> Form:
     """What `load` takes a name for. Nothing is loaded."""
     if name.startswith("object:"):
         return "object"
-    if name.partition(":")[0] in installed():
+    if name.partition(":")[0] in installed_backbones():
         return "installed"
     if name.startswith("onnx:") or name.endswith(".onnx"):
         return "onnx"
@@ -47,9 +47,9 @@ def load(name: str) -> Backbone:
     if form == "object":
         from fedvlm.backbones import objects
 
-        return objects.load(name)
+        return objects.load_object(name)
     if form == "installed":
-        return cast(Callable[[str], Backbone], installed()[name.partition(":")[0]].load())(name)
+        return cast(Callable[[str], Backbone], installed_backbones()[name.partition(":")[0]].load())(name)
     if form == "onnx":
         from fedvlm.backbones.onnx import Onnx
 
@@ -91,7 +91,7 @@ def _of_folder(name: str, folder: Path, fingerprint: str) -> Backbone:
     if model_folder.is_open_clip(folder):
         from fedvlm.backbones import open_clip
 
-        return open_clip.load(name, folder)
+        return open_clip.load_open_clip(name, folder)
     kind = model_folder.read_config(folder).get("model_type")
     if kind == "siglip2":
         raise FedvlmError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.backbones.alone import encoder_threads
-from fedvlm.towers.products import frozen, onednn
+from fedvlm.towers.products import frozen_product, onednn
 
 
 class Arithmetic(NamedTuple):
@@ -44,9 +44,9 @@ def arithmetic() -> Arithmetic:
 
 def operations() -> list[Tensor]:
     """Results of what towers and methods are made of, from numbers that are the same everywhere."""
-    x, weight = numbers(65, 96), numbers(256, 96)
-    inner = frozen(weight, None, len(x))(x)
-    heads = numbers(3, 2, 65, 32).unsqueeze(1)
+    x, weight = fixed_numbers(65, 96), fixed_numbers(256, 96)
+    inner = frozen_product(weight, None, len(x))(x)
+    heads = fixed_numbers(3, 2, 65, 32).unsqueeze(1)
     return [
         inner,
         F.linear(x, weight),
@@ -55,12 +55,12 @@ def operations() -> list[Tensor]:
         F.gelu(inner),
         inner.softmax(-1),
         F.layer_norm(inner, inner.shape[-1:]),
-        F.conv2d(numbers(1, 3, 24, 24), numbers(8, 3, 6, 6), stride=6),
+        F.conv2d(fixed_numbers(1, 3, 24, 24), fixed_numbers(8, 3, 6, 6), stride=6),
         torch.linalg.solve(x[:, :65].double() + 9 * torch.eye(65, dtype=torch.float64), x.double()),
     ]
 
 
-def numbers(*shape: int) -> Tensor:
+def fixed_numbers(*shape: int) -> Tensor:
     """Fixed numbers between −1 and 1 that float32 represents exactly."""
     count = torch.Size(shape).numel()
     return ((torch.arange(count) * 7919 % 1009 - 504).double() / 512).float().view(shape)
@@ -74,7 +74,7 @@ def processor() -> str:
     return (found[1].strip() if found else platform.processor()) or platform.machine()
 
 
-def described(device: str) -> str:
+def described_arithmetic(device: str) -> str:
     """A sentence for the record of a run whose methods are trained on this device."""
     gpu = f"; methods on {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else ""
     return f"{arithmetic()}{gpu}"

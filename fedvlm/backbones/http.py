@@ -156,7 +156,7 @@ class Endpoint:
         for body, count in bodies:
             reply = self._request(route, BINARY, 4 * count * self.dim + 4096, body, content_type)
             try:
-                found = unpack(reply)["embeddings"]
+                found = unpack_tensors(reply)["embeddings"]
             except (ValueError, KeyError) as error:
                 raise FedvlmError(f"{self.label}: the reply is not safetensors with a tensor 'embeddings'") from error
             if found.dtype != np.float32:
@@ -251,7 +251,7 @@ class Endpoint:
         return "is there a fedvlm encode-server at this address?"
 
 
-def unpack(body: bytes) -> dict[str, np.ndarray]:
+def unpack_tensors(body: bytes) -> dict[str, np.ndarray]:
     """The tensors of a safetensors body; ValueError for anything else."""
     try:
         return load(body)

@@ -39,7 +39,7 @@ class Bottleneck(nn.Module):
         return F.relu(inner + x)
 
 
-class AttentionPool(nn.Module):
+class GridPool(nn.Module):
     def __init__(self, positions: int, width: int, heads: int, dim: int):
         super().__init__()
         self.positional_embedding = nn.Parameter(torch.zeros(positions + 1, width))
@@ -73,7 +73,7 @@ class ModifiedResNet(nn.Module):
             members = [first, *(Bottleneck(4 * inner, inner, 1) for _ in range(count - 1))]
             setattr(self, f"layer{stage + 1}", nn.Sequential(*members))
             channels = 4 * inner
-        self.attnpool = AttentionPool((size // 32) ** 2, channels, heads, dim)
+        self.attnpool = GridPool((size // 32) ** 2, channels, heads, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         for number in (1, 2, 3):

@@ -114,7 +114,7 @@ def register(thing: object) -> str:
     return made.name
 
 
-def load(name: str) -> Backbone:
+def load_object(name: str) -> Backbone:
     return _registered[name] if name in _registered else Recorded(name)
 
 

@@ -50,7 +50,7 @@ VOCABULARY = 49408  # of CLIP's own tokenizer
 TANH = ("vit_base_patch32_siglip", "vit_large_patch16_siglip_512", "vit_so400m_patch16_siglip", "vit_giantopt")
 
 
-def load(name: str, folder: Path) -> Backbone:
+def load_open_clip(name: str, folder: Path) -> Backbone:
     config = read_open_clip(name, folder)
     timm, text = config.image.timm_model_name or "", config.text
     if "siglip" in timm and config.image.timm_pool == "map" and text.no_causal_mask and text.pool_type == "last":

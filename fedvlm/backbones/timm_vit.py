@@ -25,7 +25,7 @@ def heads_of(width: int) -> int:
     return HEADS.get(width, max(1, width // 64))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.qkv, self.proj, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads_of(width)
@@ -36,7 +36,7 @@ class Attention(nn.Module):
         return found
 
 
-class Mlp(nn.Module):
+class VitMlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation: Callable[[Tensor], Tensor]):
         super().__init__()
         self.fc1, self.fc2, self.activation = nn.Linear(width, hidden), nn.Linear(hidden, width), activation
@@ -72,7 +72,7 @@ class EvaMlp(nn.Module):
         return found
 
 
-class Block(nn.Module):
+class VitBlock(nn.Module):
     def __init__(self, width: int, attention: nn.Module, mlp: nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, EPS), nn.LayerNorm(width, EPS)
@@ -103,9 +103,9 @@ class Trunk(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, width))
         self.norm_pre = nn.LayerNorm(width, EPS) if "norm_pre.weight" in weights else nn.Identity()
         self.blocks = nn.ModuleList(
-            Block(width, EvaAttention(width), EvaMlp(width, hidden))
+            VitBlock(width, EvaAttention(width), EvaMlp(width, hidden))
             if rotates
-            else Block(width, Attention(width), Mlp(width, hidden, activation))
+            else VitBlock(width, SelfAttention(width), VitMlp(width, hidden, activation))
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width, EPS)

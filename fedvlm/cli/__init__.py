@@ -279,7 +279,7 @@ def _meant(word: str) -> str:
     """The command that a word may mean: one that is spelt like it, or `run` before the name of a method."""
     from fedvlm.config import recipe
 
-    if word in recipe.names():
+    if word in recipe.recipe_names():
         return f"{word} is a method: fedvlm run {word}"
     return nearest(word, COMMANDS)
 

@@ -28,9 +28,9 @@ DEFAULTS = {
 def conclude(runs: list[RunFolder], picture: Path) -> None:
     """Prints the comparison with the frozen model in words, writes a figure and the page, and says how to open it."""
     from fedvlm.report import figures, gains, tables
-    from fedvlm.report.page import Options, page
+    from fedvlm.report.page import PageOptions, page
 
-    for verdict in gains.against(tables.summarise(runs)):
+    for verdict in gains.against_frozen(tables.summarise(runs)):
         console.out.print(verdict, markup=False)
     figures.figure(runs, picture)
     folder = picture.parent
@@ -38,7 +38,7 @@ def conclude(runs: list[RunFolder], picture: Path) -> None:
     shown = f"page: {written.resolve().as_uri()} (open it in a browser) · "
     try:
         public = all(r.record.config.get("data") == DEFAULTS["data"] for r in runs)  # not a folder that the user gave
-        page(runs, written, Options(details=True, images=public))
+        page(runs, written, PageOptions(details=True, images=public))
     except FedvlmError as error:  # without jinja2
         shown = f"no page: {error}\n"
     console.out.print(f"{shown}figure: {picture} · runs: {folder}", markup=False)

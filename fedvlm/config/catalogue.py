@@ -105,18 +105,18 @@ def current_digest() -> str:
 @cache
 def load() -> Catalogue:
     digest = current_digest()
-    made = read(SHIPPED, digest)
+    made = read_catalogue(SHIPPED, digest)
     with suppress(FedvlmError):  # no cache, or one that cannot be written: made anew each time
         if made is None:
             path = cache_home() / f"catalogue-{digest}.json"
-            made = read(path, digest)
+            made = read_catalogue(path, digest)
         if made is None:
             made = make(digest)
             files.write(path, made.to_json())
     return made or make(digest)
 
 
-def read(path: Path, digest: str) -> Catalogue | None:
+def read_catalogue(path: Path, digest: str) -> Catalogue | None:
     try:
         found = Catalogue.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, AttributeError, LookupError):  # damaged, or of another version
@@ -167,7 +167,7 @@ def make(digest: str) -> Catalogue:
             summary = (sys.modules[cls.__module__].__doc__ or "").split("\n")[0]
             found[kind][name] = PartInfo(keys_of(cls) if is_dataclass(cls) else [], summary, records_of(cls))
     methods = []
-    for name in recipe.names():
+    for name in recipe.recipe_names():
         r = recipe.load(name)
         made = f"{r.adapter} × {r.local} × {r.merge}"
         methods.append(MethodInfo(name, r.title, r.paper, r.idea, made, *private_and_upload(r, found)))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedvlm.core.local import Local
     from fedvlm.core.merge import Merge
     from fedvlm.core.metric import Metric
+    from fedvlm.engines.base import Engine
 
 COMMAND_LINE = "command line"
 RECORDED = ("score", "loss", "corrupted", "auroc", "fpr95")  # metrics that need not be asked for (method.METRICS)
@@ -255,7 +256,7 @@ class Setup:
         homes = [h for h in self.parts if h.startswith("metric-")]
         return {h.removeprefix("metric-"): cast("Metric", self._build("metric", h)) for h in homes}
 
-    def engine_class(self) -> type:
+    def engine_class(self) -> type[Engine]:
         return self._class("engine", "engine")
 
     def _class(self, kind: str, home: str) -> type:
@@ -304,7 +305,7 @@ class Setup:
         except FedvlmError as error:
             raise FedvlmError(f"{folder / 'run.json'}: {error}") from None
         config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]
-        codes = {h: user_code.stored(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
+        codes = {h: user_code.stored_code(folder / "code" / h, p.code) for h, p in homes.items() if p.code}
         return cls(record.method, config, homes, record.given, {}, codes)
 
 
@@ -361,11 +362,11 @@ def resolve(method: str, given: Mapping[str, object]) -> Setup:
                 origins[f"{home}.{name}"] = origin
     complete = {home: {k.name: values[home].get(k.name, k.default) for k in known} for home, known in keys.items()}
     config = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in complete["run"].items()})  # type: ignore[arg-type]
-    codes = {a: user_code.read(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
+    codes = {a: user_code.read_code(f"{a}={n}", n) for a, n in names.items() if _is_users(a, n)}
     homes_ = {a: part_record(a, n, complete[a], codes.get(a)) for a, n in names.items()}
     for spec, home in metrics.items():
         if _is_users("metric", spec):
-            codes[home] = user_code.read(f"metric={spec}", spec)
+            codes[home] = user_code.read_code(f"metric={spec}", spec)
         homes_[home] = part_record("metric", home.removeprefix("metric-"), complete[home], codes.get(home))
     homes_["engine"] = _engine(config.engine, codes)
     about = MethodRecord(plan.name, plan.title, plan.paper, plan.idea, plan.on, plan.path)
@@ -419,7 +420,7 @@ def metric_homes(layers: list[recipe.Layer], key: Key) -> dict[str, str]:
 
 def _engine(name: str, codes: dict[str, user_code.Code]) -> PartRecord:
     if _is_users("engine", name):
-        codes["engine"] = user_code.read(f"engine={name}", name)
+        codes["engine"] = user_code.read_code(f"engine={name}", name)
     elif name != "auto" and name not in registry.names("engine"):
         registry.find("engine", name)  # says what there is
     return part_record("engine", "stacked" if name == "auto" else name, {}, codes.get("engine"))

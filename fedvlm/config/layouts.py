@@ -36,7 +36,7 @@ class Offer(NamedTuple):
     texts: bool = True
 
 
-class Layout(NamedTuple):
+class ModelLayout(NamedTuple):
     name: str
     how: str  # what a user gives
     offer: Offer
@@ -51,15 +51,15 @@ def offer_of(kind: type[Clip] | type[Vision] | type[OpenClipPair] | type[Pixels]
 
 FOLDER = "folder or owner/model"
 LAYOUTS = (
-    Layout("CLIP, MetaCLIP (Hugging Face)", f"{FOLDER}, mini-clip", offer_of(Clip)),
-    Layout("CLIP with a ViT: LAION, DFN, MetaCLIP (open_clip)", FOLDER, offer_of(OpenClipVit)),
-    Layout("SigLIP, SigLIP 2 (Hugging Face, open_clip)", FOLDER, offer_of(Siglip)),
-    Layout("CLIP with a ResNet, EVA-02-CLIP (open_clip)", FOLDER, offer_of(OpenClipPair)),
-    Layout("BiomedCLIP: ViT and BERT (open_clip)", FOLDER, offer_of(BertPair)),
-    Layout("ViT, DINOv2, DINOv3 (Hugging Face)", FOLDER, offer_of(Vision)),
-    Layout("black box with texts", "http(s)://…, python:module:function", BLACK_BOX),
-    Layout("black box without texts", "onnx:FILE, …", BLACK_BOX._replace(texts=False)),
-    Layout("no model: pixels", "pixels:SIZE", offer_of(Pixels)),
+    ModelLayout("CLIP, MetaCLIP (Hugging Face)", f"{FOLDER}, mini-clip", offer_of(Clip)),
+    ModelLayout("CLIP with a ViT: LAION, DFN, MetaCLIP (open_clip)", FOLDER, offer_of(OpenClipVit)),
+    ModelLayout("SigLIP, SigLIP 2 (Hugging Face, open_clip)", FOLDER, offer_of(Siglip)),
+    ModelLayout("CLIP with a ResNet, EVA-02-CLIP (open_clip)", FOLDER, offer_of(OpenClipPair)),
+    ModelLayout("BiomedCLIP: ViT and BERT (open_clip)", FOLDER, offer_of(BertPair)),
+    ModelLayout("ViT, DINOv2, DINOv3 (Hugging Face)", FOLDER, offer_of(Vision)),
+    ModelLayout("black box with texts", "http(s)://…, python:module:function", BLACK_BOX),
+    ModelLayout("black box without texts", "onnx:FILE, …", BLACK_BOX._replace(texts=False)),
+    ModelLayout("no model: pixels", "pixels:SIZE", offer_of(Pixels)),
 )
 
 

@@ -92,7 +92,7 @@ class Recipe:
         return str(asked[-1]) if asked else None
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """The built-in recipes."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
@@ -118,7 +118,7 @@ def load(name: str, on: str = "") -> Recipe:
     preset = _preset(on)
     if all(file.on is None for file in chain) and any(file.built_in for file in chain):
         # without its adapter and its settings it would be another method under this one's name
-        able = [n for n in names() if _built_in(RECIPES / f"{n}.yaml").on is not None]
+        able = [n for n in recipe_names() if _built_in(RECIPES / f"{n}.yaml").on is not None]
         advice = f"on= works with {', '.join(able)}" + (", or where a recipe has a key on:" if own else "")
         raise FedvlmError(f"method {name}: it depends on its adapter, {recipe.adapter}; {advice}")
     title, adapter = f"{recipe.title} on {preset.text['title']}", preset.text["adapter"]
@@ -177,9 +177,9 @@ def _locate(name: str) -> Path:
         if not _is_file(Path(name)):
             raise FedvlmError(f"method {name}: no such file; give a recipe's path, or a name of `fedvlm ls methods`")
         return Path(name)
-    if name in names():
+    if name in recipe_names():
         return RECIPES / f"{name}.yaml"
-    raise FedvlmError(f"method {name}: no such recipe; {nearest(name, names())} (`fedvlm ls methods`)")
+    raise FedvlmError(f"method {name}: no such recipe; {nearest(name, recipe_names())} (`fedvlm ls methods`)")
 
 
 def _is_file(path: Path) -> bool:
@@ -213,9 +213,9 @@ def _parent(path: Path, like: str) -> Path:
         if not _is_file(parent):
             raise _wrong(path, f"like: {like}: no such file; a path is relative to the recipe's folder")
         return parent
-    if like in names():
+    if like in recipe_names():
         return RECIPES / f"{like}.yaml"
-    raise _wrong(path, f"like: {like}: no such recipe; {nearest(like, names())} (`fedvlm ls methods`)")
+    raise _wrong(path, f"like: {like}: no such recipe; {nearest(like, recipe_names())} (`fedvlm ls methods`)")
 
 
 def _preset(name: str) -> File:
@@ -386,7 +386,7 @@ def _check_nesting(text: str) -> None:
             raise yaml.constructor.ConstructorError(None, None, f"{problem}; write it plainly", mark)
 
 
-class Entry(NamedTuple):
+class PublishedEntry(NamedTuple):
     method: str
     on: str
     data: str
@@ -395,6 +395,6 @@ class Entry(NamedTuple):
 
 
 @cache
-def _published() -> tuple[Entry, ...]:
+def _published() -> tuple[PublishedEntry, ...]:
     """The numbers of benchmarks/papers/tables that a run can have beside it."""
-    return tuple(Entry(*entry) for entry in json.loads(PUBLISHED.read_text(encoding="utf-8")))
+    return tuple(PublishedEntry(*entry) for entry in json.loads(PUBLISHED.read_text(encoding="utf-8")))

@@ -38,15 +38,15 @@ def admitted(setup: Setup, folder: Path, trusted: bool = False, uses: Collection
     setup = replace(setup, parts=homes, codes={h: c for h, c in setup.codes.items() if h in homes})
     try:
         asked = [*needs(setup, uses), *links(folder)]
-        unknown = [n for n in asked if not (trusted or known(n) or inside(n, folder))]
+        unknown = [n for n in asked if not (trusted or known(n) or is_inside(n, folder))]
         if unknown:
-            raise FedvlmError(refusal(unknown))
+            raise FedvlmError(trust_refusal(unknown))
         return replace(setup, parts={home: with_checked_settings(setup, home) for home in homes})
     except FedvlmError as error:
         raise FedvlmError(f"{folder}: {error}") from error
 
 
-def refusal(asked: list[Need]) -> str:
+def trust_refusal(asked: list[Need]) -> str:
     by_verb = {need.does: [n.what for n in asked if n.does == need.does] for need in asked}
     would = "; ".join(f"{does} {', '.join(printable(w, 200) for w in what)}" for does, what in by_verb.items())
     return f"it would {would}. Nothing of this was done: look at it first, then give --trust (in Python: trust=True)"
@@ -116,12 +116,12 @@ def backbone_needs(name: str) -> list[Need]:
         mark = ("python", name.rpartition(":")[2], seal) if seal else ()
         return [Need("run code:", f"backbone {name} (sha {seal[:8] or 'unknown'})", mark)]
     if form == "installed":
-        value = backbones.installed()[name.partition(":")[0]].value
+        value = backbones.installed_backbones()[name.partition(":")[0]].value
         return [Need("run code:", f"backbone {name} (of an installed package, {value})", ("installed", name, value))]
     return [path_need("backbone", name.removeprefix("onnx:"))] if form in ("onnx", "folder") else []
 
 
-def inside(need: Need, folder: Path) -> bool:
+def is_inside(need: Need, folder: Path) -> bool:
     return need.mark[:1] == ("path",) and Path(need.mark[1]).is_relative_to(absolute(folder))
 
 

@@ -37,7 +37,7 @@ def _series(place: tuple[int, str]) -> tuple[str, int, int]:
 def expanded(names: Iterable[str]) -> list[str]:
     """The names of `compact`. A list of more than MANY, or one that stands for at most MANY, holds clients' own names."""
     names = list(names)
-    if counted(names) == len(names):
+    if count_of(names) == len(names):
         return names
     found: list[str] = []
     for name in names:
@@ -49,7 +49,7 @@ def expanded(names: Iterable[str]) -> list[str]:
     return found
 
 
-def counted(names: Iterable[str]) -> int:
+def count_of(names: Iterable[str]) -> int:
     """How many names `compact` was given."""
     names = list(names)
     found = sum(high - low + 1 for _, _, low, high in map(_bounds, names))

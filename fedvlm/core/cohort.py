@@ -4,44 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from fedvlm.core.state import EFFECT, Message, Note, Params, Reply, State
+from fedvlm.core.observers import Observer
+from fedvlm.core.state import EFFECT, Message, Note, Params, Reply
 from fedvlm.errors import FedvlmError, NoQuorum
 
 if TYPE_CHECKING:
-    from fedvlm.core.merge import Merge
     from fedvlm.core.model import Model
-    from fedvlm.privacy.secure.settings import Secure, Summation, Summed
+    from fedvlm.engines.base import Engine
+    from fedvlm.privacy.secure.settings import Secure, Summation
+    from fedvlm.privacy.secure.sums import Summable
     from fedvlm.rounds.guard import Guard
-
-
-class Carrier(Protocol):
-    """Carries a named step to clients and brings back their replies, a few clients at a time."""
-
-    def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]: ...
-
-    def sums(self, ids: np.ndarray, message: Message, round: int, exchange: int, wanted: Summation) -> Summed: ...
-
-    def placed(self, state: State) -> State:
-        """The state, with its shared parameters where the engine computes, if the merge can work there, too."""
-        ...
-
-    def outputs(self, message: Message, round: int) -> Params:
-        """Logits and features on every test example, by view; {} where they stay with the clients."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
 class Cohort:
     """The clients of one round. All communication goes through `stream` and `sums`, which count every byte."""
 
-    engine: Carrier
+    engine: Engine
     ids: np.ndarray
     round: int
     quorum: float = 0.0
@@ -50,6 +34,7 @@ class Cohort:
     lost: frozenset[int] = frozenset()  # clients that will not answer (dropout=, a rehearsal of failures)
     guard: Guard | None = None  # checks what clients answer; None: everything is accepted
     secure: Secure | None = None  # secure aggregation (secure=true): only sums of training replies are seen
+    observers: tuple[Observer, ...] = ()  # see the replies to `train`
     bytes_down: int = 0
     bytes_up: int = 0
     exchange: int = 0
@@ -59,6 +44,15 @@ class Cohort:
 
     def stream(self, step: str, message: Message) -> Iterator[Reply]:
         """Replies a few clients at a time, so that memory does not grow with the cohort."""
+        for reply in self._replies(step, message):
+            self._observe(step, reply)
+            yield reply
+
+    def _observe(self, step: str, reply: Reply) -> None:
+        for observer in self.observers if step == "train" else ():
+            observer.add(reply)
+
+    def _replies(self, step: str, message: Message) -> Iterator[Reply]:
         if self.secure and step == "train":
             raise FedvlmError("secure=true: this merge asks for the replies of single clients; use merge=mean")
         asked, clients = self._to_ask()
@@ -85,7 +79,7 @@ class Cohort:
         """What a merge did in this round, by the names of its `effects`."""
         self.effects |= {name: [value] for name, value in effects.items()}
 
-    def sums(self, merge: Merge, model: Model, message: Message) -> Params:
+    def sums(self, merge: Summable, model: Model, message: Message) -> Params:
         """Train, and return the sums over clients of the merge's `summands`, and nothing of single clients."""
         if self.secure is None:
             raise ValueError("sums are asked for with secure=true only")
@@ -133,7 +127,7 @@ class Cohort:
 
     def ask(self, step: str, message: Message) -> Reply:
         """All replies at once, ordered by client id; a client that failed is absent."""
-        replies = list(self.stream(step, message))
+        replies = list(self._replies(step, message))
         ids = np.concatenate([r.ids for r in replies]) if replies else np.empty(0, np.int64)
         order = np.argsort(ids)
         at = torch.from_numpy(order)
@@ -141,7 +135,9 @@ class Cohort:
         def joined(parts: list[Params]) -> Params:
             return {k: torch.cat([p[k] for p in parts])[at] for k in (parts[0] if parts else {})}
 
-        return Reply(ids[order], joined([r.values for r in replies]), joined([r.shared for r in replies]))
+        reply = Reply(ids[order], joined([r.values for r in replies]), joined([r.shared for r in replies]))
+        self._observe(step, reply)
+        return reply
 
     def ask_some(self, ids: np.ndarray, step: str, message: Message) -> Reply:
         """Ask these clients only, otherwise like `ask`; the bytes count for this cohort."""

@@ -23,7 +23,7 @@ def store(copy: Params) -> Params:
     return rows | {STARTED: next(iter(copy.values())).new_ones(len(next(iter(copy.values()))))} if copy else {}
 
 
-def load(own: Params, shared: Params) -> Params:
+def load_copies(own: Params, shared: Params) -> Params:
     """Each client's copy where it has one, else the shared parameters."""
     if not shared:
         return {}
@@ -31,14 +31,14 @@ def load(own: Params, shared: Params) -> Params:
     return {k: torch.where(started.view(-1, *[1] * (v.dim() - 1)), own[COPY + k], v) for k, v in shared.items()}
 
 
-def left_out(row: Params, shared: Params) -> Params:
+def without_copy(row: Params, shared: Params) -> Params:
     """A new client's row without its empty copy, which is as large as the model and need not be stored."""
     if STARTED not in row or row[STARTED]:
         return row
     return {k: v for k, v in row.items() if k.removeprefix(COPY) not in shared or not k.startswith(COPY)}
 
 
-def filled(row: Params, shared: Params) -> Params:
+def with_copy(row: Params, shared: Params) -> Params:
     """The row with its empty copy, where that was left out."""
     return {k: v for k, v in empty(shared).items() if STARTED in row} | row
 

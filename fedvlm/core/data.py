@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,6 @@ from torch import Tensor
 
 from fedvlm.core.seeds import keys, shuffled
 from fedvlm.core.state import aligned
-
-if TYPE_CHECKING:
-    from fedvlm.privacy.descent import PrivateDescent
-
 
 SPLITS = ("train", "val", "test")
 WINDOW = 64  # steps planned ahead: one large client among many small ones must not cost memory for all
@@ -63,7 +59,6 @@ class Data:
     round: int = 0
     rounds: int = 1
     extras: dict[str, Extra] = field(default_factory=dict)  # "outsiders", "corrupted", "base", "novel", …
-    private: PrivateDescent | None = None  # trains in place of local.descent.optimise (dp=example)
 
     def __len__(self) -> int:
         return len(self.ids)

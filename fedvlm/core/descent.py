@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,11 +42,18 @@ class OptimiserSettings:
         return float(self.lr * 0.5 * (1 + np.cos(np.pi * (data.round - 1) / data.rounds)))
 
 
+@runtime_checkable
+class OptimisesItself(Protocol):
+    """Data that models are trained on in another way than `optimise_in_turns`, as one with noise is."""
+
+    def optimise(self, settings: OptimiserSettings, params: Params, gradients: Gradients) -> Tensor: ...
+
+
 def optimise(settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients, updates: int = 1) -> Tensor:
     """Trains `params` [clients, ...] in place for one round, with `updates` steps per batch; returns the mean training
     loss of each client."""
-    if data.private is not None:
-        return data.private.optimise(settings, params, data, gradients)
+    if isinstance(data, OptimisesItself):
+        return data.optimise(settings, params, gradients)
     return optimise_in_turns(settings, [(params, gradients)], data, updates)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple
 
 from fedvlm.core import copies
 from fedvlm.core.adapter import Adapter, Task
@@ -19,9 +19,6 @@ from fedvlm.core.model import Model
 from fedvlm.core.schema import LOSS, SIZE, Fields
 from fedvlm.core.state import Message, Params, copy_per_client, select, with_client_axis
 from fedvlm.core.tasks import Objective
-
-if TYPE_CHECKING:
-    from fedvlm.core.merge import Merge
 
 
 class Trained(NamedTuple):
@@ -41,8 +38,6 @@ class Local(OptimiserSettings):
 
     adapts: ClassVar[bool] = False  # whether `adapt` changes the personal model at test time
     partner: ClassVar[str] = ""  # the only merge it works with; "" any
-    # overrides of train, fit and personal_copy that are safe under dp=example: they read the data by `optimise` alone
-    covered: ClassVar[tuple[str, ...]] = ()
     one_round: ClassVar[bool] = False  # True if further rounds would not change the result
     # What its mechanism does in a round, by name, with the meaning in words. `fit` returns these numbers, [clients] each,
     # beside the loss; the round's record has their medians, so that a reader sees whether the mechanism acts.
@@ -81,30 +76,11 @@ class Local(OptimiserSettings):
 
     def personal(self, own: Params, shared: Params) -> Params:
         """Each client's personal model; `shared` has a client axis."""
-        return copies.adapter_params(own) | (copies.load(own, shared) if self.keep else shared)
+        return copies.adapter_params(own) | (copies.load_copies(own, shared) if self.keep else shared)
 
     def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
         """The personal model at test time, for rules that first train it on the client's training data."""
         return self.personal(own, shared)
-
-
-@runtime_checkable
-class Adjusts(Protocol):
-    """It answers the step `adjust`."""
-
-    def adjust(self, model: Model, own: Params, message: Message, data: Data) -> tuple[Params, Params]:
-        """The new private rows, and the values that the merge `adjusts` by."""
-        ...
-
-
-@runtime_checkable
-class ReleasesOnce(Protocol):
-    """A local rule that, with dp=example, adds noise once a round to what it sends of all examples, instead of training
-    with noise."""
-
-    def uncovered(self, merge: Merge) -> str:
-        """Why the noise would not cover all that clients send; "" where it does."""
-        ...
 
 
 def anchor_of(message: Message) -> Params:

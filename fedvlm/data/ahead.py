@@ -23,7 +23,7 @@ from fedvlm.data.images import BadImage, decode, opened
 Transform = Callable[[Image.Image], Image.Image]
 
 
-class Ready(NamedTuple):
+class DecodedImage(NamedTuple):
     image: Image.Image | Tensor  # decoded, or as `PreparesImages` gives it
     pixels: int  # of the decoded image
 
@@ -38,32 +38,34 @@ class Wanted(NamedTuple):
     transform: Transform | None
 
 
-Make = Callable[[bytes, Transform | None, Image.Image | None], Ready]  # the last: what `opened` gave for these bytes
+Make = Callable[
+    [bytes, Transform | None, Image.Image | None], DecodedImage
+]  # the last: what `opened` gave for these bytes
 
 
 def ready(
     backbone: Backbone, view: str, data: bytes, transform: Transform | None, image: Image.Image | None = None
-) -> Ready:
+) -> DecodedImage:
     image = decode(data, image)
     if transform:
         image = transform(image)
     if isinstance(backbone, PreparesImages):
         with suppress(Exception):  # the encoder meets the same error, and reports it as its own
-            return Ready(backbone.prepare(image, view), image.width * image.height)
-    return Ready(image, image.width * image.height)
+            return DecodedImage(backbone.prepare(image, view), image.width * image.height)
+    return DecodedImage(image, image.width * image.height)
 
 
 def read_ahead(
     files: Iterable[Wanted], make: Make, depth: int, threads: int
-) -> Iterator[tuple[Wanted, Callable[[], Ready]]]:
+) -> Iterator[tuple[Wanted, Callable[[], DecodedImage]]]:
     """The files in their order, each with a function that waits for its image (and raises `BadImage`). At most `depth`
     images of together PIXELS pixels are made ahead, each content once."""
-    waiting: deque[tuple[Wanted, Future[Ready] | None, int]] = deque()
+    waiting: deque[tuple[Wanted, Future[DecodedImage] | None, int]] = deque()
     begun: set[bytes] = set()
     held = 0
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
-    def next_of(wanted: Wanted, future: Future[Ready] | None) -> tuple[Wanted, Callable[[], Ready]]:
+    def next_of(wanted: Wanted, future: Future[DecodedImage] | None) -> tuple[Wanted, Callable[[], DecodedImage]]:
         return wanted, future.result if future else lambda: make(wanted.data, wanted.transform, None)
 
     try:
@@ -93,8 +95,8 @@ def read_ahead(
         pool.shutdown(cancel_futures=True)
 
 
-def made_now(call: Callable[[], Ready]) -> Future[Ready]:
-    future: Future[Ready] = Future()
+def made_now(call: Callable[[], DecodedImage]) -> Future[DecodedImage]:
+    future: Future[DecodedImage] = Future()
     try:
         future.set_result(call())
     except BadImage as error:

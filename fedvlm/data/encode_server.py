@@ -29,7 +29,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from fedvlm.backbones.base import Backbone
-from fedvlm.backbones.http import BINARY, Info, unpack
+from fedvlm.backbones.http import BINARY, Info, unpack_tensors
 from fedvlm.data import images
 from fedvlm.errors import FedvlmError
 
@@ -56,7 +56,7 @@ def serve(
     limit_bytes: int = 64 << 20,
     on_ready: Callable[[str], object] | None = None,
     texts: bool = False,
-) -> Server:
+) -> EncodeServer:
     """A server that runs in its own thread: `.url`, `.wait()` until it is closed or interrupted, `.close()`.
 
     port=0: any free port. token=None: no authentication, which is allowed on a loopback address only."""
@@ -86,7 +86,7 @@ def serve(
         texts=texts,
     )
     try:
-        server = Server(family, address, backbone, info, token)
+        server = EncodeServer(family, address, backbone, info, token)
     except OSError as error:
         raise FedvlmError(
             f"{label}: cannot listen there ({error}); choose another port, or port=0 for any free one"
@@ -96,7 +96,7 @@ def serve(
     return server
 
 
-class Server(ThreadingTCPServer):
+class EncodeServer(ThreadingTCPServer):
     allow_reuse_address = os.name == "posix"  # elsewhere it lets two servers listen on one port
     daemon_threads = True
 
@@ -170,7 +170,7 @@ class _Received(io.RawIOBase):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: EncodeServer
     server_version, sys_version = "fedvlm", ""
     error_content_type = "application/json"
     error_message_format = '{"error": "HTTP %(code)d"}'  # of errors that the standard library reports
@@ -252,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _images(self, body: bytes) -> bytes:
         try:
-            tensors = unpack(body)
+            tensors = unpack_tensors(body)
         except ValueError as error:
             raise _Refused(400, str(error)) from error
         self._check_count(len(tensors))

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedvlm.backbones.alone import PIECE, pieces
 from fedvlm.backbones.base import Backbone, SafeInThreads
 from fedvlm.data import images as pictures
-from fedvlm.data.ahead import Ready
+from fedvlm.data.ahead import DecodedImage
 from fedvlm.system.machine import cores
 from fedvlm.system.timing import timed
 
@@ -34,7 +34,7 @@ Images = list[Image.Image | Tensor]
 Encode = Callable[[Images], np.ndarray]
 
 
-class Rows(Protocol):
+class RowTarget(Protocol):
     """A place that rows are stored in: `store.View`."""
 
     def put(self, keys: list[bytes], rows: np.ndarray) -> None: ...
@@ -66,7 +66,7 @@ class EncodingQueue:
     """Encodes images in batches, stores the rows in segments, and copies each row to its places in `out`. A file that
     occurs more than once is encoded once."""
 
-    view: Rows
+    view: RowTarget
     encode: Encode
     out: np.ndarray
     pace: Pace
@@ -89,7 +89,7 @@ class EncodingQueue:
             return False
         return True
 
-    def add(self, key: bytes, place: int, ready: Ready) -> None:
+    def add(self, key: bytes, place: int, ready: DecodedImage) -> None:
         if len(self.images) >= self.pace.batch or self.pixels + ready.pixels > pictures.PIXELS:
             self._encode()
         self.places[key] = [place]

@@ -19,7 +19,7 @@ ROW_BITS = 32  # of a place, for the row; the bits above are the segment's numbe
 Place = tuple[Path, int]  # a segment, and the row in it
 
 
-class Table(NamedTuple):
+class SortedKeys(NamedTuple):
     """Keys in ascending order; of equal ones the oldest is first."""
 
     high: np.ndarray  # the first half of each key, as a number
@@ -30,7 +30,7 @@ class Table(NamedTuple):
 class Index:
     def __init__(self) -> None:
         self.segments: list[Path] = []
-        self.tables: list[Table] = []  # oldest first
+        self.tables: list[SortedKeys] = []  # oldest first
         self.damaged: set[int] = set()  # places that are passed over
 
     def add(self, segments: Sequence[tuple[Path, bytes]]) -> None:
@@ -40,10 +40,10 @@ class Index:
         numbers = np.frombuffer(b"".join(keys for _, keys in segments), ">u8").reshape(-1, 2).astype("=u8")
         places = [np.arange(len(keys) // KEY) + (k << ROW_BITS) for k, (_, keys) in enumerate(segments, first)]
         if len(numbers):
-            self.tables.append(_sorted(Table(numbers[:, 0], numbers[:, 1], np.concatenate(places))))
+            self.tables.append(_sorted(SortedKeys(numbers[:, 0], numbers[:, 1], np.concatenate(places))))
         while len(self.tables) > 1 and 2 * len(self.tables[-1].high) >= len(self.tables[-2].high):
             newer, older = self.tables.pop(), self.tables.pop()
-            self.tables.append(_sorted(Table(*map(np.concatenate, zip(older, newer, strict=True)))))
+            self.tables.append(_sorted(SortedKeys(*map(np.concatenate, zip(older, newer, strict=True)))))
 
     def oldest(self, key: bytes) -> Place | None:
         """The oldest copy that is not known to be damaged."""
@@ -80,6 +80,6 @@ class Index:
                 yield key.tobytes()
 
 
-def _sorted(table: Table) -> Table:
+def _sorted(table: SortedKeys) -> SortedKeys:
     order = np.argsort(table.high, kind="stable")
-    return Table(*(column[order] for column in table))
+    return SortedKeys(*(column[order] for column in table))

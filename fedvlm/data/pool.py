@@ -28,7 +28,7 @@ from fedvlm.data.images import BadImage, opened
 from fedvlm.data.mapped import mapped_rows
 from fedvlm.data.nouns import farthest_nouns, nouns
 from fedvlm.data.source import Item, Source, digest, keep_classes, keep_domains, open_outsiders, open_source
-from fedvlm.data.store import Progress, features, fingerprint, text_embeddings
+from fedvlm.data.store import Progress, data_fingerprint, features, text_embeddings
 from fedvlm.data.wording import class_embeddings, class_phrases
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
@@ -230,7 +230,7 @@ def encoded(pool: Pool, backbone: Backbone, broken: str, progress: Progress | No
             f"such as {next(iter(skipped))}; a classifier needs at least two"
         )
     used = [k[j] for j in good for k in (keys, mask_keys) if k]
-    mark = fingerprint(used, [described(i, source.tabular) for i in source.items])
+    mark = data_fingerprint(used, [described(i, source.tabular) for i in source.items])
     if skipped:  # a copy, of gigabytes where a row is an image's hidden states
         x, y = x[good], None if y is None else y[good]
     return replace(pool, source=source, x=x, fingerprint=mark, backbone=named(backbone), skipped=skipped, y=y)
@@ -268,7 +268,7 @@ def text_pool(source: Source) -> Pool:
     """Characters need no backbone."""
     assert source.tokens is not None
     task = Task(tuple(ALPHABET), None, 0, 1.0)
-    mark = fingerprint([digest(source.tokens.tobytes())], domains_and_labels(source))
+    mark = data_fingerprint([digest(source.tokens.tobytes())], domains_and_labels(source))
     return Pool(source, torch.from_numpy(source.tokens), task, mark, "none@none")
 
 
@@ -278,7 +278,7 @@ def embedding_pool(source: Source, view: str = "embedding") -> Pool:
     assert given is not None
     unit, dim = mapped_rows(given.x, partial(F.normalize, dim=-1)), given.x.shape[1]
     task = Task(tuple(source.classes), given.text, dim, given.scale, phrases=tuple(source.classes))
-    mark = fingerprint([digest(unit.numpy().data)], domains_and_labels(source))
+    mark = data_fingerprint([digest(unit.numpy().data)], domains_and_labels(source))
     return Pool(source, given.x if view == RAW else unit, task, mark, "embeddings@given")
 
 
@@ -313,7 +313,7 @@ def with_outsiders(pool: Pool, source: Source, backbone: Backbone, view: str) ->
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
     if not good:
         raise FedvlmError(f"outsiders={source.root}: none of its images can be read")
-    mark = fingerprint([digest(pool.fingerprint.encode()), *(keys[k] for k in good)], [])
+    mark = data_fingerprint([digest(pool.fingerprint.encode()), *(keys[k] for k in good)], [])
     left_out = {f"outsiders/{k}": why for k, why in skipped.items()}
     extras = pool.extras | {"outsiders": Extra(x[good])}
     return replace(pool, extras=extras, fingerprint=mark, skipped=pool.skipped | left_out)
@@ -338,7 +338,7 @@ def with_corruptions(pool: Pool, versions: int, backbone: Backbone, view: str, p
     if not 1 <= versions <= 75:
         raise FedvlmError(f"corrupt={versions}: there are 15 corruptions × 5 severities, so between 1 and 75")
     found = [features(pool.source, backbone, "refuse", progress, view, v)[0] for v in range(versions)]
-    mark = fingerprint([digest(pool.fingerprint.encode())], [f"corrupt={versions}"])
+    mark = data_fingerprint([digest(pool.fingerprint.encode())], [f"corrupt={versions}"])
     extras = pool.extras | {"corrupted": Extra(torch.stack(found, dim=1), aligned=True)}
     return replace(pool, extras=extras, fingerprint=mark)
 

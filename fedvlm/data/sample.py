@@ -34,37 +34,37 @@ class Sample(NamedTuple):
     tried: int
 
 
-class Sampled(NamedTuple):
+class SampledPool(NamedTuple):
     pool: Pool  # every item has the features of one of the sampled images
     images: int  # that the run encodes, with outsiders and corrupted versions
     sample: Sample | None  # None: nothing has to be encoded
 
 
-def sampled(setup: Setup, outlined: Outline) -> Sampled:
+def sampled_pool(setup: Setup, outlined: Outline) -> SampledPool:
     """The outlined pool with features of a few of its images. Extra images have those of the images."""
     pool, backbone = outlined
     if backbone is None:
-        return Sampled(pool, 0, None)
+        return SampledPool(pool, 0, None)
     config, source, view = setup.config, pool.source, setup.adapter.view
     masked = source.task_type is SEGMENTATION
-    tried = sample(source, backbone, view, MOST // 2 if masked else MOST)
-    pool, images = replace(pool, x=repeated(tried.rows, len(source.items))), len(source.items) * (1 + masked)
+    tried = sample_images(source, backbone, view, MOST // 2 if masked else MOST)
+    pool, images = replace(pool, x=repeated_rows(tried.rows, len(source.items))), len(source.items) * (1 + masked)
     if masked:
-        masks = sample(replace(source, items=source.masks), backbone, view, MOST // 2)
+        masks = sample_images(replace(source, items=source.masks), backbone, view, MOST // 2)
         y = (masks.rows.float().mean(1) > 127).to(torch.uint8)
-        pool = replace(pool, y=repeated(y, len(source.items)))
+        pool = replace(pool, y=repeated_rows(y, len(source.items)))
     if config.outsiders:
         count = len(open_outsiders(config.outsiders).items)
-        pool = replace(pool, extras=pool.extras | {"outsiders": Extra(repeated(tried.rows, count))})
+        pool = replace(pool, extras=pool.extras | {"outsiders": Extra(repeated_rows(tried.rows, count))})
         images += count
     if config.corrupt:
         versions = torch.stack([pool.x] * config.corrupt, dim=1)
         pool = replace(pool, extras=pool.extras | {"corrupted": Extra(versions, aligned=True)})
         images += len(source.items) * config.corrupt
-    return Sampled(pool, images, tried)
+    return SampledPool(pool, images, tried)
 
 
-def sample(source: Source, backbone: Backbone, view: str, most: int) -> Sample:
+def sample_images(source: Source, backbone: Backbone, view: str, most: int) -> Sample:
     """Encodes at most so many images, evenly spaced; those that cannot be read are passed over."""
     chosen, pace = np.unique(np.linspace(0, len(source.items) - 1, most).astype(int)), pace_of(backbone)
     known = [open_view(backbone, v).index for v in {view, RAW} if offered(backbone, v) == v]
@@ -98,5 +98,5 @@ def at_pace(pace: Pace, decoding: float, encoding: float) -> float:
     return max(decoding / pace.decoders, encoding)
 
 
-def repeated(rows: Tensor, count: int) -> Tensor:
+def repeated_rows(rows: Tensor, count: int) -> Tensor:
     return rows[torch.arange(count) % len(rows)]

@@ -17,7 +17,7 @@ FOLDERS = {"train": "train", "training": "train", "val": "val", "valid": "val", 
 FOLDERS |= {"test": "test", "testing": "test"}
 
 
-class Entry(NamedTuple):
+class SplitLine(NamedTuple):
     """A line of a split file."""
 
     part: str
@@ -53,10 +53,10 @@ def from_train(present: set[str]) -> str:
     return f"; {' and '.join(missing)} images are drawn from train" if missing else ""
 
 
-def read_split_file(file: Path) -> list[Entry]:
+def read_split_file(file: Path) -> list[SplitLine]:
     try:
         split = json.loads(file.read_text(encoding="utf-8"))
-        found = [Entry(p, k, str(e[0]), str(e[2])) for p in PARTS for k, e in enumerate(split[p])]
+        found = [SplitLine(p, k, str(e[0]), str(e[2])) for p in PARTS for k, e in enumerate(split[p])]
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise FedvlmError(f"{file}: not a split file of CoOp ({error}); it has train, val and test") from None
     if not found:
@@ -70,7 +70,7 @@ def image_root(folder: Path, first: str) -> Path:
     return next((c for c in choices if (c / first).is_file()), folder)
 
 
-def image_in(root: Path, entry: Entry, file: Path, key: str) -> Path:
+def image_in(root: Path, entry: SplitLine, file: Path, key: str) -> Path:
     """The image of an entry; an error where it is not there, or lies outside of the folder."""
     found = (root / entry.path).resolve()
     if not found.is_relative_to(root.resolve()) or not found.is_file():
@@ -88,7 +88,7 @@ def open_split_file(data: str, split_file: str, group: str) -> Source:
     file = existing(split_file, "split", "give CoOp's split file, or three shares such as 60,20,20")
     entries = read_split_file(file)
     root = image_root(folder, entries[0].path)
-    seen: dict[str, Entry] = {}
+    seen: dict[str, SplitLine] = {}
     for entry in entries:
         image_in(root, entry, file, "data")
         before = seen.setdefault(entry.path, entry)

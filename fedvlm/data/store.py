@@ -378,10 +378,10 @@ def encoded_images(
         raise FedvlmError(
             f"backbone={backbone.name} failed on {len(images)} images ({type(error).__name__}: {error}); --debug shows where"
         ) from error
-    return checked(rows, (len(images), *format.shape), backbone)
+    return checked_rows(rows, (len(images), *format.shape), backbone)
 
 
-def checked(rows: np.ndarray, shape: tuple[int, ...], backbone: Backbone) -> np.ndarray:
+def checked_rows(rows: np.ndarray, shape: tuple[int, ...], backbone: Backbone) -> np.ndarray:
     if rows.shape != shape:
         raise FedvlmError(f"backbone={backbone.name} returned an array of shape {rows.shape} instead of {shape}")
     if not np.isfinite(rows).all():
@@ -424,7 +424,7 @@ def text_embeddings(backbone: Backbone, phrases: list[str], progress: Progress |
         if encoded[0] is None:
             return None
         rows = np.concatenate([e.numpy() for e in encoded if e is not None])
-        checked(rows, (len(segment), *stored.format.shape), backbone)
+        checked_rows(rows, (len(segment), *stored.format.shape), backbone)
         stored.put([keys[p] for p in segment], rows)
         for phrase, row in zip(segment, rows, strict=True):
             other = stored.get_other(keys[phrase])
@@ -479,7 +479,7 @@ def _readable(root: Path) -> Iterator[None]:
         ) from error
 
 
-def fingerprint(keys: list[bytes], labels: Sequence[str]) -> str:
+def data_fingerprint(keys: list[bytes], labels: Sequence[str]) -> str:
     """A hash of a data set: contents and labels, in order; the labels as a JSON list, a part at a time."""
     words, seen = Words.of(labels), hashlib.blake2b(b"".join(keys), digest_size=KEY)
     texts = [json.dumps(name) for name in words.names]

@@ -54,7 +54,7 @@ class DeviceRows:
         for at, i in enumerate(ids.tolist()):
             self.held.pop(i, None)
             if len(self.held) < self.most:
-                self.held[i] = Held(round, {k: alone(v, at).to(self.device) for k, v in rows.items()})
+                self.held[i] = Held(round, {k: copy_of_row(v, at).to(self.device) for k, v in rows.items()})
         if any(np.isin(ids, other).any() for other, _ in self.writes):  # a client's rows are written in order
             self.finish_writing()
         while len(self.writes) >= WRITERS:  # the rest waits, so that main memory holds a few rows only
@@ -84,6 +84,6 @@ class DeviceRows:
             self.rows.flush()
 
 
-def alone(rows: Tensor, at: int) -> Tensor:
+def copy_of_row(rows: Tensor, at: int) -> Tensor:
     """One of them; a copy, where a view would keep the others in memory, too."""
     return rows[at] if len(rows) == 1 else rows[at].clone()

@@ -66,7 +66,7 @@ class Rows:
 
     def _open(self, path: Path | None, head: bytes) -> BinaryIO:
         def lay_out(file: BinaryIO) -> None:
-            file.write(head + entries(np.arange(2 * self.clients)).tobytes())
+            file.write(head + table_entries(np.arange(2 * self.clients)).tobytes())
             file.truncate(self.size)  # rows take space when they are written
 
         if path is None:
@@ -93,7 +93,7 @@ class Rows:
             raise FedvlmError(f"{self.path} holds rows of another shape; it belongs to another run")
         if size != self.size:
             raise FedvlmError(f"{self.path} is damaged: it has {size:,} bytes instead of {self.size:,}; {RESTORE}")
-        expected = entries(np.arange(len(table)), table["stamp"])
+        expected = table_entries(np.arange(len(table)), table["stamp"])
         if (wrong := table["seal"] != expected["seal"]).any():
             raise self._damage(np.flatnonzero(wrong) % self.clients)
         return table
@@ -111,7 +111,7 @@ class Rows:
         rows = np.empty((len(ids), len(self.newcomer)), self.newcomer.dtype)
         rows[~known] = self.newcomer
         view = flat(rows)
-        for low, high, place in neighbours(np.where(known, slot * self.clients + ids, NOWHERE)):
+        for low, high, place in consecutive(np.where(known, slot * self.clients + ids, NOWHERE)):
             if place != NOWHERE:
                 self._get(self.start + place * self.row_bytes, view[low * self.row_bytes : high * self.row_bytes])
         if (wrong := known & (self._checksums(rows) != self.checks[slot, ids])).any():
@@ -141,7 +141,7 @@ class Rows:
             return
         for slot in range(2):
             entry = np.zeros(len(ids), ENTRY)
-            for low, high, place in neighbours(slot * self.clients + ids):
+            for low, high, place in consecutive(slot * self.clients + ids):
                 self._get(HEAD + place * ENTRY.itemsize, flat(entry[low:high]))
             self.stamps[slot, ids], self.checks[slot, ids] = entry["stamp"], entry["check"]
 
@@ -152,7 +152,7 @@ class Rows:
     def _stamp(self, slot: np.ndarray, ids: np.ndarray, round: int, checks: np.ndarray) -> None:
         """Sets entries, here and in the file."""
         places = slot * self.clients + ids
-        self._put(HEAD, places, entries(places, round, checks))
+        self._put(HEAD, places, table_entries(places, round, checks))
         self.stamps[slot, ids], self.checks[slot, ids] = round, checks
 
     def _checksums(self, rows: np.ndarray) -> np.ndarray:
@@ -178,7 +178,7 @@ class Rows:
     def _put(self, start: int, places: np.ndarray, items: np.ndarray) -> None:
         """Items of equal size, to their places in the table that begins at `start`."""
         view, size = flat(items), items[0].nbytes
-        for low, high, place in neighbours(places):
+        for low, high, place in consecutive(places):
             part = view[low * size : high * size]
             with self.lock:
                 self.file.seek(start + place * size)
@@ -201,7 +201,7 @@ class Rows:
         return {name: aligned(p.reshape(len(rows), *shape).contiguous()) for (name, shape), p in named}
 
 
-def entries(places: np.ndarray, stamp: int | np.ndarray = 0, check: int | np.ndarray = 0) -> np.ndarray:
+def table_entries(places: np.ndarray, stamp: int | np.ndarray = 0, check: int | np.ndarray = 0) -> np.ndarray:
     """Table entries for these places (slot × clients + client). A seal is never 0, so that lost blocks are noticed, and
     differs by place."""
     out = np.zeros(len(places), ENTRY)
@@ -215,7 +215,7 @@ def flat(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def neighbours(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def consecutive(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Stretches of consecutive places: from, to, and the first place."""
     known, first = places.tolist(), 0
     for k in range(1, len(known) + 1):

@@ -72,14 +72,14 @@ class Work(NamedTuple):
         )
 
 
-class Sent(NamedTuple):
+class SentMessage(NamedTuple):
     """A message, as arrays: tensors would take a file each to be sent."""
 
     parts: dict[str, Arrays]
     stage: str
 
 
-class Request(NamedTuple):
+class WorkerRequest(NamedTuple):
     step: str
     ids: np.ndarray
     round: int
@@ -109,7 +109,7 @@ class Spread(Engine):
         work = Work(setup, bare, method.privacy, data, self.tensors, rows, chunk, job.device, job.federation.names)
         gpus = visible() if job.device == "cuda" else ()
         count = setup.config.workers
-        self.workers = [Child(serve, work, gpus[k % len(gpus)] if gpus else "") for k in range(count)]
+        self.workers = [Child(serve_worker, work, gpus[k % len(gpus)] if gpus else "") for k in range(count)]
         self.busy: dict[Connection, tuple[Child, int]] = {}
 
     @classmethod
@@ -125,7 +125,7 @@ class Spread(Engine):
             while free and waiting and waiting[0] < turn + AHEAD * len(self.workers):
                 worker, n = free.pop(), waiting.popleft()
                 self.busy[worker.pipe] = worker, n
-                worker.give(Request(step, parts[n], round, exchange))
+                worker.give(WorkerRequest(step, parts[n], round, exchange))
             for pipe in wait(self.busy):
                 assert isinstance(pipe, Connection)
                 n = self.busy[pipe][1]
@@ -144,7 +144,7 @@ class Spread(Engine):
         """The message to all workers, after those that are still busy with an earlier exchange, which was given up."""
         for pipe in list(self.busy):
             self.receive(pipe)
-        sent = Sent({name: arrays(part) for name, part in message.parts().items()}, message.stage)
+        sent = SentMessage({name: arrays(part) for name, part in message.parts().items()}, message.stage)
         for worker in self.workers:
             worker.give(sent)
 
@@ -167,7 +167,7 @@ class Spread(Engine):
         self.send(message)
         first = self.workers[0]
         self.busy[first.pipe] = first, 0
-        first.give(Request(OUTPUTS, np.empty(0, np.int64), round, 0))
+        first.give(WorkerRequest(OUTPUTS, np.empty(0, np.int64), round, 0))
         return replies_of(self.receive(first.pipe))[0].values
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ def replies_of(found: Found) -> list[Reply]:
     return [Reply(ids, tensors(values), tensors(shared)) for ids, values, shared in found.replies]
 
 
-def serve(pipe: Connection, work: Work, gpu: str) -> None:
+def serve_worker(pipe: Connection, work: Work, gpu: str) -> None:
     """The worker: answers what comes through the pipe, until it ends. `gpu`: the only one that it sees; "": all."""
     if gpu:
         os.environ[VISIBLE] = gpu
@@ -192,15 +192,15 @@ def serve(pipe: Connection, work: Work, gpu: str) -> None:
     message = Message({})
     while True:
         try:
-            request: Sent | Request = pipe.recv()
+            request: SentMessage | WorkerRequest = pipe.recv()
         except (EOFError, OSError):
             return
-        if isinstance(request, Sent):
+        if isinstance(request, SentMessage):
             message = Message(**{name: tensors(part) for name, part in request.parts.items()}, stage=request.stage)
             continue
         try:
             engine = engine or work.engine(warnings)
-            pipe.send(Found(answer(engine, request, message), list(warnings)))
+            pipe.send(Found(answer_request(engine, request, message), list(warnings)))
         except OwnPartFailed as error:
             pipe.send(Found([], list(warnings), str(error)))
         except FedvlmError as error:
@@ -210,7 +210,9 @@ def serve(pipe: Connection, work: Work, gpu: str) -> None:
         warnings.clear()
 
 
-def answer(engine: Stacked, request: Request, message: Message) -> list[tuple[np.ndarray, Arrays, Arrays]]:
+def answer_request(
+    engine: Stacked, request: WorkerRequest, message: Message
+) -> list[tuple[np.ndarray, Arrays, Arrays]]:
     if request.step == OUTPUTS:
         return [(request.ids, arrays(engine.outputs(message, request.round)), {})]
     found = engine.run(request.step, request.ids, message, request.round, request.exchange)

@@ -76,8 +76,8 @@ class Stacked(Engine):
         return cls(job.method, job.data, chunk, rows, job.log, job.device, name=name)
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
-        chosen, ids = steps.find(step), in_order(ids, self.data, self.chunk)
-        home = device_of(message.shared)  # replies go where the message comes from: there the merge computes
+        chosen, ids = steps.step_of(step), in_order(ids, self.data, self.chunk)
+        home = device_of_params(message.shared)  # replies go where the message comes from: there the merge computes
         message = message.to(self.device)
         method = self.method.for_message(message)
         with explained(f"step {step}, round {round}", *method.parts):
@@ -191,7 +191,7 @@ def tests_of(data: Data, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield low + np.minimum(at, counts - 1), at < counts
 
 
-def device_of(params: Params) -> torch.device:
+def device_of_params(params: Params) -> torch.device:
     return next((v.device for v in params.values()), CPU)
 
 

@@ -78,12 +78,12 @@ def measures(correct: Correct, held: np.ndarray, sizes: dict[str, np.ndarray]) -
     base, novel = (
         float(correct[h].sum(1).mean() / sizes[h].sum()) if h in correct else None for h in ("base", "novel")
     )
-    macro = tuple(by_class(correct[h], sizes[h]) if h in correct else None for h in ("base", "novel"))
+    macro = tuple(mean_over_classes(correct[h], sizes[h]) if h in correct else None for h in ("base", "novel"))
     values = (float(local.mean()) if len(local) else None, base, novel, harmonic(base, novel), *macro, harmonic(*macro))
     return {k: None if v is None else round(v, 6) for k, v in zip((*MEASURES, *MACRO), values, strict=True)}
 
 
-def by_class(correct: np.ndarray, sizes: np.ndarray) -> float:
+def mean_over_classes(correct: np.ndarray, sizes: np.ndarray) -> float:
     """The mean accuracy over clients and classes that have test images."""
     tested = sizes > 0
     return float((correct[:, tested] / sizes[tested]).mean())

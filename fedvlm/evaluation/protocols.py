@@ -26,7 +26,7 @@ def target(record: RunRecord) -> str:
     return "+".join(record.unseen) or "nobody"
 
 
-def row(record: RunRecord, select: Select = "last", view: View = "personal") -> dict[str, Entry]:
+def matrix_row(record: RunRecord, select: Select = "last", view: View = "personal") -> dict[str, Entry]:
     """One run's row of the matrix: domain → the shared model's accuracy where it was held out, otherwise that of its
     clients' personal models, or of the shared one (on the split that personal_split= says)."""
     scored, unseen = record.finished.at(select), set(record.finished.unseen)
@@ -47,14 +47,14 @@ def row(record: RunRecord, select: Select = "last", view: View = "personal") -> 
         whole = scored.get("P") if view == "personal" else scored.get("shared", {}).get(personal)
         found = {"held out": [or_nan(scored.get("G"))] * bool(unseen), "clients": [or_nan(whole)]}
         held = {"held out": True, "clients": False}
-    return {d: (mean(v), held[d]) for d, v in found.items() if v}
+    return {d: (mean_or_none(v), held[d]) for d, v in found.items() if v}
 
 
 def or_nan(value: Number) -> float:
     return math.nan if value is None else value
 
 
-def mean(values: Sequence[float]) -> float:
+def mean_or_none(values: Sequence[float]) -> float:
     if len(values) == 1:  # most often: a domain is one client
         return float(values[0])
     import numpy as np  # late: the console imports this module in commands that must start fast
@@ -65,15 +65,15 @@ def mean(values: Sequence[float]) -> float:
 def mean_if_complete(values: Sequence[Number]) -> Number:
     """The mean; None where a value is missing."""
     known = [v for v in values if v is not None]
-    return mean(known) if known and len(known) == len(values) else None
+    return mean_or_none(known) if known and len(known) == len(values) else None
 
 
-def summary(rows: list[dict[str, Entry]]) -> Scores:
+def matrix_summary(rows: list[dict[str, Entry]]) -> Scores:
     """G, P, C over the rows of a matrix; None where a value is missing or there is nothing to take a mean of."""
     entries = [entry for r in rows for entry in r.values()]
     kinds = {"G": [v for v, held in entries if held], "P": [v for v, held in entries if not held]}
     kinds["C"] = kinds["G"] + kinds["P"] if kinds["G"] else []
-    return {k: mean(v) if v and not any(map(math.isnan, v)) else None for k, v in kinds.items()}
+    return {k: mean_or_none(v) if v and not any(map(math.isnan, v)) else None for k, v in kinds.items()}
 
 
 def is_base_to_novel(record: RunRecord) -> bool:
@@ -96,8 +96,8 @@ def by_seed(records: list[RunRecord], select: Select = "last") -> dict[int, Scor
         seeds[record.seed][target(record)] = record
     targets = {target(r) for r in records}
     return {
-        s: summary([row(r, select) for r in runs.values()])
-        | {"S": summary([row(r, select, "shared") for r in runs.values()])["P"]}
+        s: matrix_summary([matrix_row(r, select) for r in runs.values()])
+        | {"S": matrix_summary([matrix_row(r, select, "shared") for r in runs.values()])["P"]}
         | measured(list(runs.values()), select)
         for s, runs in sorted(seeds.items())
         if runs.keys() == targets

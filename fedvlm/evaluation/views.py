@@ -34,12 +34,12 @@ def evaluate(
     for view, pick in (("shared", ~unseen), ("personal", ~unseen), ("newcomer", unseen)):
         source = "shared" if view == "newcomer" else view
         if source in scores and pick.any():
-            summary = summarise(scores[source][pick], losses[source][pick])
+            summary = summary_of_clients(scores[source][pick], losses[source][pick])
             if "corrupted" in extras:
                 name = f"{source if source in method.views else 'shared'}.corrupted"
                 values = reply.values[name].double().numpy()[pick]
                 with np.errstate(invalid="ignore", divide="ignore"):
-                    summary["corrupted"] = number(float(np.nanmean(values / count[pick, 2])))
+                    summary["corrupted"] = number_or_none(float(np.nanmean(values / count[pick, 2])))
             record[view] = summary  # type: ignore[literal-required]
     if "outsiders" in extras:
         record |= detection(method, reply, unseen)
@@ -50,7 +50,7 @@ def evaluate(
     if missing := np.setdiff1d(cohort.ids, reply.ids).tolist():
         record["missing"] = [federation.names[i] for i in missing]
     if len(reply.ids) <= MAX_LISTED:
-        record["clients"] = by_client(scores, [federation.names[i] for i in reply.ids], unseen)
+        record["clients"] = scores_of_clients(scores, [federation.names[i] for i in reply.ids], unseen)
     record["G"] = record.get("newcomer", {}).get("test")  # the shared model on clients nobody trained on
     record["P"], record["acc"] = (record.get("personal", {}).get(split) for split in (personal_split, "test"))
     if "corrupted" in extras:
@@ -86,7 +86,7 @@ def by_view(
             total = reply.values[f"{source}.{name}"].double().numpy()[pick]
             total = total if metric.extra else total[:, at]
             pooled = metric.result(total.sum(0, keepdims=True), count[pick, at].sum(keepdims=True))
-            means["test_pooled"] = number(float(pooled[0]))
+            means["test_pooled"] = number_or_none(float(pooled[0]))
         found[view] = means
     return found
 
@@ -103,7 +103,7 @@ def detection(method: Method, reply: Reply, unseen: np.ndarray) -> RoundRecord:
         tested = who & (values["auroc"][:, 0] >= 0)
         if tested.any():
             found[view] = {
-                m if j == 0 else f"{score}.{m}": number(float(values[m][tested, j].mean()))
+                m if j == 0 else f"{score}.{m}": number_or_none(float(values[m][tested, j].mean()))
                 for j, score in enumerate(SCORES)
                 for m in MEASURES
             }
@@ -111,7 +111,7 @@ def detection(method: Method, reply: Reply, unseen: np.ndarray) -> RoundRecord:
     return {"detection": found, "auroc": top.get("auroc"), "fpr95": top.get("fpr95")}
 
 
-def by_client(scores: dict[str, np.ndarray], names: list[str], unseen: np.ndarray) -> dict[str, ClientScores]:
+def scores_of_clients(scores: dict[str, np.ndarray], names: list[str], unseen: np.ndarray) -> dict[str, ClientScores]:
     out: dict[str, ClientScores] = {name: {} for name in names}
     for view, accuracy in scores.items():
         rows = [[None if v != v else v for v in row] for row in accuracy.round(6).tolist()]
@@ -121,13 +121,13 @@ def by_client(scores: dict[str, np.ndarray], names: list[str], unseen: np.ndarra
     return out
 
 
-def summarise(accuracy: np.ndarray, loss: np.ndarray) -> Scores:
+def summary_of_clients(accuracy: np.ndarray, loss: np.ndarray) -> Scores:
     out: Scores = {}
     for j, split in enumerate(SPLITS):
         known = accuracy[~np.isnan(accuracy[:, j]), j]
         if len(known):
-            out[split] = number(known.mean())
-            out[f"{split}_loss"] = number(loss[~np.isnan(loss[:, j]), j].mean())
+            out[split] = number_or_none(known.mean())
+            out[f"{split}_loss"] = number_or_none(loss[~np.isnan(loss[:, j]), j].mean())
     return out | fairness(accuracy[:, SPLITS.index("test")])
 
 
@@ -139,9 +139,9 @@ def fairness(accuracy: np.ndarray) -> Scores:
         return {}
     tenth = max(1, len(known) // 10)
     return {
-        "worst": number(known[:tenth].mean()),
-        "best": number(known[-tenth:].mean()),
-        "variance": number(known.var()),
+        "worst": number_or_none(known[:tenth].mean()),
+        "best": number_or_none(known[-tenth:].mean()),
+        "variance": number_or_none(known.var()),
     }
 
 
@@ -154,8 +154,8 @@ def selection(record: RoundRecord) -> float:
 
 def mean(values: np.ndarray) -> Number:
     known = values[~np.isnan(values)]
-    return number(float(known.mean())) if len(known) else None
+    return number_or_none(float(known.mean())) if len(known) else None
 
 
-def number(value: float) -> Number:
+def number_or_none(value: float) -> Number:
     return None if np.isnan(value) else round(float(value), 6)

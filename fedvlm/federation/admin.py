@@ -45,9 +45,9 @@ class Followed(NamedTuple):
     error: str  # in the server's words
 
 
-def run(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
+def run_on_sites(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
     """The finished run, fetched to `out` or to its usual place."""
-    refuse(setup)
+    refuse_keys(setup)
     kit = allowed.absolute(setup.config.federation)
     given = out or (Path(setup.config.out) if setup.config.out else None)
     with session(kit) as (flare, about):
@@ -76,7 +76,7 @@ def run(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
     raise FedvlmError(f"{JOBS} jobs ended before the run did; see log.txt of the server's kit")
 
 
-def refuse(setup: Setup) -> None:
+def refuse_keys(setup: Setup) -> None:
     """An error where the user gave what only the data of one place can have."""
     config = setup.config
     given = [f"{key}={getattr(config, key)}" for key in config.changed(catalogue.with_trait("central"))]
@@ -194,7 +194,7 @@ class Follower:
             return ""
         self.silent, self.left_out = set(told.get("silent", [])), set(told.get("left_out", []))
         encoding = {str(k): str(v).split() for k, v in told.get("encoding", {}).items()}
-        tenths = {k: 10 * int(v[0]) // max(1, int(v[1])) for k, v in encoding.items() if numbers(v)}
+        tenths = {k: 10 * int(v[0]) // max(1, int(v[1])) for k, v in encoding.items() if are_numbers(v)}
         self.tell([f"{k} encodes its data: {10 * n} %" for k, n in tenths.items()], console.note)
         self.tell([str(line) for line in told.get("said", [])])
         self.lines += len(told.get("said", []))
@@ -250,7 +250,7 @@ class Follower:
             return Followed(state, failed[0].read_text(encoding="utf-8") if failed else "")
 
 
-def numbers(words: list[str]) -> bool:
+def are_numbers(words: list[str]) -> bool:
     """Whether a site's progress is what it should be: done and total."""
     return len(words) == 2 and all(w.isdecimal() and w.isascii() for w in words)
 

@@ -36,16 +36,16 @@ from fedvlm.federation.plan import (
     Agreed,
     Hello,
     Plan,
-    Ready,
+    SiteReady,
     code_fingerprint,
-    packed,
+    packed_record,
     text_of,
-    unpacked,
+    unpacked_record,
 )
 from fedvlm.federation.rules import Rules
 from fedvlm.federation.secret import secret
 from fedvlm.federation.wire import Channel, Header, pack, receive, send, unpack
-from fedvlm.federation.worker import Client, ClientRecord, end_with, write_folder
+from fedvlm.federation.worker import ClientRecord, SiteClient, end_after, write_folder
 from fedvlm.rounds.method import Method
 from fedvlm.system import files
 from fedvlm.system.names import file_name
@@ -79,7 +79,7 @@ class Agent:
         self.rules = Rules.read(self.about.rules)
         self.folder = home / "runs" / file_name(run)
         self.ledger = ledger.Ledger(home / ledger.SENT)
-        self.client: Client | None = None
+        self.client: SiteClient | None = None
 
     @property
     def place(self) -> Path:
@@ -93,15 +93,15 @@ class Agent:
             if request.error:
                 raise request.error
             if header.step == LOOK:
-                return self.told(header, packed(self.look(unpacked(Plan, parts))))
+                return self.told(header, packed_record(self.look(unpacked_record(Plan, parts))))
             if header.step == BEGIN:
-                return self.told(header, packed(self.begin(unpacked(Agreed, parts))))
+                return self.told(header, packed_record(self.begin(unpacked_record(Agreed, parts))))
             if header.step == FINISH:
                 return self.told(header, self.finish(header, parts))
             self.rules.check_step(header.step)
             if self.client is None:  # a new process: the rules may have changed since the run began
                 self.check(self.plan().setup())
-                self.client = Client(self.place)
+                self.client = SiteClient(self.place)
             self.rules.check_privacy(header.step, self.client.method.privacy is not None)
             done = Header(ticket=header.ticket, ledger=str(self.ledger.head))
             done, found = self.client.step(header, parts, done)
@@ -151,7 +151,7 @@ class Agent:
         """An error where this site's rules do not allow such a run."""
         self.rules.check_run(setup.method.name, setup.parts["merge"].name, setup.config, setup.merge.reveals)
 
-    def begin(self, agreed: Agreed) -> Ready:
+    def begin(self, agreed: Agreed) -> SiteReady:
         """Encodes and splits the site's own data; features are stored, so that a second time is quick."""
         plan = self.plan()
         setup = plan.setup()
@@ -183,10 +183,10 @@ class Agent:
             smallest=self.rules.smallest_cohort,
         )
         write_folder(self.place, about, setup, pool.task, data, method.newcomer)
-        self.client = Client(self.place)
+        self.client = SiteClient(self.place)
         counts = [int(n) for n in (data.bounds[0, 1:] - data.bounds[0, :-1])]
         told = counts if self.rules.counts else [min(1, n) for n in counts]
-        return Ready(told, self.mark(pool), sorted(pool.extras), len(pool.skipped), str(arithmetic()))
+        return SiteReady(told, self.mark(pool), sorted(pool.extras), len(pool.skipped), str(arithmetic()))
 
     def finish(self, header: Header, parts: dict[str, Params]) -> dict[str, Params]:
         """The finished run with the shared model, so that this site can use it with its own private part."""
@@ -238,7 +238,7 @@ class Request(NamedTuple):
             return cls(Header(), {}, error)
 
 
-def serve(agent: Agent, requests: Channel, replies: Channel) -> None:
+def serve_site(agent: Agent, requests: Channel, replies: Channel) -> None:
     while frame := receive(requests):
         request = Request.read(frame)
         frame = b""  # the tensors are copies: without the frame, the answer finds room
@@ -249,7 +249,7 @@ def serve(agent: Agent, requests: Channel, replies: Channel) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(int(sys.argv[3]),), daemon=True).start()
+    threading.Thread(target=end_after, args=(int(sys.argv[3]),), daemon=True).start()
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints goes to the log, not into a message
-    serve(Agent(Path(sys.argv[1]), sys.argv[2]), os.fdopen(0, "rb", buffering=0), out)
+    serve_site(Agent(Path(sys.argv[1]), sys.argv[2]), os.fdopen(0, "rb", buffering=0), out)

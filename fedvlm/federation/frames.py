@@ -26,23 +26,23 @@ class Channel(Protocol):
 
 def send(channel: Channel, data: bytes) -> None:
     for part in (HEAD.pack(len(data)), data):
-        write(channel, part)
+        write_frame(channel, part)
 
 
 def send_parts(channel: Channel, size: int, part: Callable[[int], bytes]) -> None:
     """A frame of so many bytes, of which `part` returns some from a place on."""
-    write(channel, HEAD.pack(size))
+    write_frame(channel, HEAD.pack(size))
     at = 0
     while at < size:
         found = part(at)
-        write(channel, found)
+        write_frame(channel, found)
         at += len(found)
 
 
 def receive(channel: Channel, limit: Callable[[], int] = lambda: LIMIT) -> bytes | None:
     """The next frame; None where the other side has gone. The limit is asked for when the frame begins."""
     size = begin(channel, limit)
-    return None if size is None else read(channel, size)
+    return None if size is None else read_frame(channel, size)
 
 
 def receive_parts(channel: Channel, size: int, put: Callable[[int, bytes], None]) -> bool:
@@ -60,7 +60,7 @@ def receive_parts(channel: Channel, size: int, put: Callable[[int, bytes], None]
 
 def begin(channel: Channel, limit: Callable[[], int]) -> int | None:
     """The size of the next frame; None where the other side has gone."""
-    head = read(channel, HEAD.size)
+    head = read_frame(channel, HEAD.size)
     if head is None:
         return None
     (size,) = HEAD.unpack(head)
@@ -69,13 +69,13 @@ def begin(channel: Channel, limit: Callable[[], int]) -> int | None:
     return int(size)
 
 
-def write(channel: Channel, data: bytes) -> None:
+def write_frame(channel: Channel, data: bytes) -> None:
     view = memoryview(data)
     while view:  # a write may be short
         view = view[channel.write(view) or 0 :]
 
 
-def read(channel: Channel, size: int) -> bytes | None:
+def read_frame(channel: Channel, size: int) -> bytes | None:
     data = bytearray(size)
     view, at = memoryview(data), 0
     while at < size:
@@ -86,7 +86,9 @@ def read(channel: Channel, size: int) -> bytes | None:
     return bytes(data)
 
 
-def connected(call: list[str], log: IO[bytes], env: dict[str, str]) -> tuple[subprocess.Popen[bytes], Channel, Channel]:
+def connected_process(
+    call: list[str], log: IO[bytes], env: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], Channel, Channel]:
     """A process with its standard input and output as channels: a socket where a process can have one in their place
     (many times as fast as a pipe), else pipes."""
     if os.name != "posix":

@@ -47,9 +47,9 @@ from fedvlm.federation.plan import (
     Agreed,
     Hello,
     Plan,
-    Ready,
-    packed,
-    unpacked,
+    SiteReady,
+    packed_record,
+    unpacked_record,
 )
 from fedvlm.federation.remote import Silence
 from fedvlm.federation.secret import secret
@@ -68,7 +68,7 @@ MARK = 64  # characters of a site's mark
 MOST_SAID = 200  # characters of what a site says of its processor
 ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
 
-Answer = TypeVar("Answer", Hello, Ready)
+Answer = TypeVar("Answer", Hello, SiteReady)
 
 
 class Heard(NamedTuple):
@@ -164,7 +164,9 @@ class Play:
 
     def hello(self) -> dict[str, Hello]:
         """What the sites answer that can take part; who cannot is told why."""
-        found = self.ask(LOOK, dict.fromkeys(self.plan.sites, packed(self.plan)), Hello, self.setup.config.timeout)
+        found = self.ask(
+            LOOK, dict.fromkeys(self.plan.sites, packed_record(self.plan)), Hello, self.setup.config.timeout
+        )
         wanted = "none" if self.setup.adapter.view == "text" else self.backbone.fingerprint
         for name, hello in list(found.items()):
             if hello.backbone != wanted:
@@ -201,7 +203,7 @@ class Play:
 
     def begin(
         self, hellos: dict[str, Hello], planned: PlannedRun, privacy: dict[str, float | str] | None = None
-    ) -> dict[str, Ready]:
+    ) -> dict[str, SiteReady]:
         task, known = planned.pool.task, self.known()
         agreed = Agreed(
             0,
@@ -213,8 +215,8 @@ class Play:
             planned.identity,
             privacy,
         )
-        frames = {n: packed(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}
-        found = self.ask(BEGIN, frames, Ready, ENCODING)
+        frames = {n: packed_record(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}
+        found = self.ask(BEGIN, frames, SiteReady, ENCODING)
         for name, ready in list(found.items()):
             fits = len(ready.counts) == 3 and all(0 <= n < 1 << 40 for n in ready.counts) and len(ready.mark) <= MARK
             if not fits:
@@ -225,7 +227,7 @@ class Play:
                 del found[name]
         return found
 
-    def federation(self, pool: Pool, ready: dict[str, Ready]) -> Federation:
+    def federation(self, pool: Pool, ready: dict[str, SiteReady]) -> Federation:
         """All sites of the plan; those that are not there have no examples."""
         names = self.plan.sites
         sizes = np.array([ready[n].counts if n in ready else [0, 0, 0] for n in names])
@@ -250,7 +252,7 @@ class Play:
         if saved is None:
             return
         state, round = saved
-        parts = packed(run.record) | {f"state-{k}": v for k, v in state._asdict().items() if k != "server"}
+        parts = packed_record(run.record) | {f"state-{k}": v for k, v in state._asdict().items() if k != "server"}
         answers = self.ask_raw(FINISH, dict.fromkeys(self.links.sites, parts), self.setup.config.timeout, round)
         self.heard = [Heard(name, FINISH, round, a) for name, a in answers.items() if readable(a)]
         self.keep(run, {})
@@ -267,7 +269,7 @@ class Play:
                 self.heard.append(Heard(name, step, 0, answer))
                 if header.error:
                     raise BadMessage(header.error)
-                found[name] = unpacked(kind, content)
+                found[name] = unpacked_record(kind, content)
             except BadMessage as error:
                 self.leave_out(name, str(error))
         return found
@@ -290,7 +292,7 @@ class Play:
         path = self.folder / SITES
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
-    def keep(self, run: RunFolder, ready: dict[str, Ready]) -> None:
+    def keep(self, run: RunFolder, ready: dict[str, SiteReady]) -> None:
         """Marks of the sites' data, to notice a change, and what came before the run's folder was there."""
         files.write(self.folder / SITES, json.dumps(self.known() | {n: r.mark for n, r in ready.items()}))
         run.computed_by({n: printable(r.computed_by, MOST_SAID) for n, r in ready.items()})
@@ -298,7 +300,7 @@ class Play:
         for name, step, round, frame in self.heard:
             header = unpack(frame)[0]
             line = ledger.Sent(run.name, name, step, round, direction="received", refused=printable(header.error))
-            received.append(ledger.line_of(frame, replace(line, site_head=ledger.Head.parse(header.ledger))))
+            received.append(ledger.line_of(frame, replace(line, site_head=ledger.LedgerHead.parse(header.ledger))))
         self.heard = []
 
     @property

@@ -43,7 +43,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Head:
+class LedgerHead:
     """The last line of a ledger."""
 
     count: int
@@ -53,7 +53,7 @@ class Head:
         return f"{self.count} {self.hash}"
 
     @classmethod
-    def parse(cls, text: str) -> Head | None:
+    def parse(cls, text: str) -> LedgerHead | None:
         """What `str` wrote; None for anything else."""
         count, _, hash = text.partition(" ")
         return cls(int(count), hash) if count.isdecimal() and len(count) < 19 and len(hash) == 64 else None
@@ -78,7 +78,7 @@ class Sent:
     masked: bool = False  # by secure aggregation
     refused: str = ""  # why nothing was sent
     note: str = ""
-    site_head: Head | None = None  # on the server's side: the head of the site's ledger, as the site told it
+    site_head: LedgerHead | None = None  # on the server's side: the head of the site's ledger, as the site told it
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Entry(Sent):
     hash: str = ""
 
     @property
-    def head(self) -> Head:
-        return Head(self.number, self.hash)
+    def head(self) -> LedgerHead:
+        return LedgerHead(self.number, self.hash)
 
 
 class Fault(NamedTuple):
@@ -149,14 +149,14 @@ class Ledger:
         return entry
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LedgerHead:
         """The last whole line's."""
         if not self.path.exists():
-            return Head(0, NOTHING)
+            return LedgerHead(0, NOTHING)
         with self.path.open("rb") as file:
             return self._end(file)[0]
 
-    def _end(self, file: BinaryIO) -> tuple[Head, bytes]:
+    def _end(self, file: BinaryIO) -> tuple[LedgerHead, bytes]:
         """The last whole line's head, and what stands behind it: a line that was cut (a full disk, a power cut)."""
         at, tail = file.seek(0, os.SEEK_END), b""
         while at and tail.count(b"\n") < 2:
@@ -166,7 +166,7 @@ class Ledger:
             at = start
         whole, _, cut = tail.rpartition(b"\n")
         if not whole:
-            return Head(0, NOTHING), cut
+            return LedgerHead(0, NOTHING), cut
         try:
             return _read(whole.rpartition(b"\n")[2]).head, cut
         except ValueError as error:
@@ -177,7 +177,7 @@ class Ledger:
 
 def entries(path: Path) -> Iterator[Entry]:
     """All lines; an error names the first that is wrong."""
-    before = Head(0, NOTHING)
+    before = LedgerHead(0, NOTHING)
     try:
         with path.open("rb") as file:
             for line in file:
@@ -244,7 +244,7 @@ def _said(entry: Entry) -> tuple[object, ...]:
     return entry.run, entry.step, entry.round, entry.exchange, entry.bytes, entry.sha256, *flags, bool(entry.refused)
 
 
-def _write(file: BinaryIO, sent: Sent, head: Head) -> Entry:
+def _write(file: BinaryIO, sent: Sent, head: LedgerHead) -> Entry:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     raw = asdict(sent) | {"number": head.count + 1, "time": now, "previous": head.hash}
     raw["hash"] = _hash(raw)

@@ -106,7 +106,7 @@ class Agreed:
 
 
 @dataclass(frozen=True)
-class Ready:
+class SiteReady:
     """A site's answer to begin."""
 
     counts: list[int]  # train, val, test; 1 each where they are withheld
@@ -119,11 +119,11 @@ class Ready:
 Record = TypeVar("Record")
 
 
-def packed(record: Plan | Hello | Agreed | Ready | RunRecord) -> dict[str, Params]:
+def packed_record(record: Plan | Hello | Agreed | SiteReady | RunRecord) -> dict[str, Params]:
     return {JSON: {"text": octets(json.dumps(asdict(record)).encode())}}
 
 
-def unpacked(kind: type[Record], found: dict[str, Params]) -> Record:
+def unpacked_record(kind: type[Record], found: dict[str, Params]) -> Record:
     """The record in a frame; BadMessage where there is none."""
     try:
         return build(kind, parsed(text_of(found)))

@@ -24,7 +24,7 @@ from typing import Literal
 import fedvlm
 from fedvlm.core.records import build, parsed, read_text
 from fedvlm.errors import FedvlmError
-from fedvlm.federation.settings import About, settings
+from fedvlm.federation.settings import About, kit_settings
 from fedvlm.system import files
 from fedvlm.system.names import RESERVED
 
@@ -44,7 +44,7 @@ MISSING = "a federation across machines needs NVFlare: pip install 'fedvlm[nvfla
 
 
 @dataclass(frozen=True)
-class Federation:
+class KeptFederation:
     """What is kept beside the root key, to make further kits (federation.json)."""
 
     name: str
@@ -63,7 +63,7 @@ def nvflare(module: str) -> ModuleType:
         raise
 
 
-def init(sites: Sequence[str], name: str, host: str, port: int, out: Path) -> list[Path]:
+def new_federation(sites: Sequence[str], name: str, host: str, port: int, out: Path) -> list[Path]:
     """A new federation in the folder `out`; its kits: the server's, the sites', and the one that starts runs."""
     check_names(sites)
     if not NAME.fullmatch(name):
@@ -77,7 +77,7 @@ def init(sites: Sequence[str], name: str, host: str, port: int, out: Path) -> li
             f"{out} exists; choose another out=, or add a site to it: fedvlm federation add SITE in={out}"
         )
     lighter = nvflare("lighter.utils")
-    federation = Federation(name, host, port, list(sites))
+    federation = KeptFederation(name, host, port, list(sites))
     with files.writing(out):
         files.private_folder(out)
         try:
@@ -94,7 +94,7 @@ def init(sites: Sequence[str], name: str, host: str, port: int, out: Path) -> li
     return kits
 
 
-def add(names: Sequence[str], out: Path) -> list[Path]:
+def add_sites(names: Sequence[str], out: Path) -> list[Path]:
     """Kits for further sites, made with the kept root key. A name that has one (also `server` and `admin`) gets a new one,
     with a certificate that begins today; the old one stays valid until its day."""
     federation = read_federation(out)
@@ -129,26 +129,26 @@ def check_names(sites: Sequence[str]) -> None:
             raise FedvlmError(f"the site {site} is named twice; give every site a name of its own")
 
 
-def read_federation(out: Path) -> Federation:
+def read_federation(out: Path) -> KeptFederation:
     try:
-        return build(Federation, parsed(read_text(out / FEDERATION)))
+        return build(KeptFederation, parsed(read_text(out / FEDERATION)))
     except FileNotFoundError:
         raise FedvlmError(f"{out} holds no federation; give the folder that `fedvlm federation init` made") from None
     except (OSError, ValueError) as error:
         raise FedvlmError(f"{out / FEDERATION} cannot be read ({error}); restore it from a copy") from error
 
 
-def make_kits(federation: Federation, names: Sequence[str], out: Path) -> list[Path]:
+def make_kits(federation: KeptFederation, names: Sequence[str], out: Path) -> list[Path]:
     kits = []
     with tempfile.TemporaryDirectory(dir=out) as temporary:  # inside: nobody else can enter
         for name, folder in provision(federation, names, out, Path(temporary)).items():
-            prepare(folder, federation, name)
+            prepare_kit(folder, federation, name)
             kits.append(out / f"{name}.zip")
-            pack(folder, kits[-1])
+            zip_kit(folder, kits[-1])
     return kits
 
 
-def provision(federation: Federation, names: Sequence[str], out: Path, work: Path) -> dict[str, Path]:
+def provision(federation: KeptFederation, names: Sequence[str], out: Path, work: Path) -> dict[str, Path]:
     """NVFlare's own kits, by name, signed with the root key in `out`."""
     entity, lighter = nvflare("lighter.entity"), nvflare("lighter.utils")
     try:
@@ -195,7 +195,7 @@ class Collected:
     debug = info
 
 
-def prepare(folder: Path, federation: Federation, name: str) -> None:
+def prepare_kit(folder: Path, federation: KeptFederation, name: str) -> None:
     """Changes NVFlare's kit into ours: its keys and certificates stay, and settings.py has the rest. There are no scripts:
     `fedvlm serve` and `fedvlm join` start it."""
     kind: Kind = "server" if name == SERVER else "admin" if name == ADMIN else "site"
@@ -213,7 +213,7 @@ def prepare(folder: Path, federation: Federation, name: str) -> None:
 
 def write_settings(folder: Path, about: About, place: Path) -> None:
     """NVFlare's files of a kit that runs at `place`."""
-    for name, content in settings(about, place).items():
+    for name, content in kit_settings(about, place).items():
         write_json(folder / name, content)
 
 
@@ -221,7 +221,7 @@ def write_json(path: Path, content: object) -> None:
     files.write(path, json.dumps(content, indent=2) + "\n", private=True)
 
 
-def pack(folder: Path, path: Path) -> None:
+def zip_kit(folder: Path, path: Path) -> None:
     """A zip file of the folder, which nobody but this user may read."""
     with (
         files.replaced(path, private=True, sync=True) as out,
@@ -233,7 +233,7 @@ def pack(folder: Path, path: Path) -> None:
             archive.writestr(member, file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
-def unpack(path: Path) -> Path:
+def unzip_kit(path: Path) -> Path:
     """The folder beside the zip file that holds its content; one that holds this very kit already is taken as it is."""
     folder = path.with_suffix("")
     try:
@@ -267,7 +267,7 @@ def open_kit(name: str, kind: Kind) -> tuple[Path, About]:
     """The folder of a kit, given as its zip file or as the folder, and what it says of itself."""
     path = Path(name).expanduser()
     try:
-        folder = (unpack(path) if path.is_file() else path).resolve()
+        folder = (unzip_kit(path) if path.is_file() else path).resolve()
         about = build(About, parsed(read_text(folder / ABOUT)))
     except FileNotFoundError:
         raise FedvlmError(f"{name} is not a kit; give a file that `fedvlm federation init` made") from None

@@ -19,7 +19,7 @@ from fedvlm.engines.base import Engine, Job
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation import ledger
 from fedvlm.federation.wire import OVERHEAD, SECURE, Header, longest_reply, octets, pack, pack_message, to_reply, unpack
-from fedvlm.privacy.secure.settings import Summation, Summed, fingerprint
+from fedvlm.privacy.secure.settings import Summation, Summed, message_fingerprint
 from fedvlm.rounds.steps import STEPS
 from fedvlm.system.names import printable
 
@@ -87,7 +87,7 @@ class Remote(Engine):
                     self.guard.offence(i, round, f"sent no answer to {header.step}")
 
         parameters = server.draw(
-            [int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit, fingerprint(message)
+            [int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit, message_fingerprint(message)
         )
         total = server.aggregate(
             parameters,
@@ -135,7 +135,7 @@ class Remote(Engine):
             asked.exchange,
             direction="received",
             refused=printable(header.error),
-            site_head=ledger.Head.parse(header.ledger),
+            site_head=ledger.LedgerHead.parse(header.ledger),
             clipped=header.clipped,
             noised=header.noised,
             masked=header.masked,

@@ -80,7 +80,7 @@ class About:
     sites: list[str] = field(default_factory=list)  # of the federation, in the kit that starts runs
 
 
-def settings(about: About, folder: Path) -> Mapping[str, object]:
+def kit_settings(about: About, folder: Path) -> Mapping[str, object]:
     """The files of a kit in this folder, beside the keys and certificates."""
     if about.kind == "admin":
         return {"local/resources.json": {"format_version": 1, "admin": SESSION}}

@@ -23,7 +23,7 @@ from typing import Any
 from nvflare.collab import collab
 
 from fedvlm.errors import BadMessage, FedvlmError
-from fedvlm.federation.frames import LIMIT, SLICE, begin, connected, receive_parts, send, send_parts
+from fedvlm.federation.frames import LIMIT, SLICE, begin, connected_process, receive_parts, send, send_parts
 from fedvlm.system import files
 from fedvlm.system.names import file_name, printable
 
@@ -207,7 +207,7 @@ class AgentProcess:
         call = [sys.executable, "-m", "fedvlm.federation.agent", str(home), run, str(os.getpid())]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with files.opened(home / LOG, "ab", private=True) as log:
-            self.process, self.reader, self.writer = connected(call, log, env)
+            self.process, self.reader, self.writer = connected_process(call, log, env)
         threading.Thread(target=self.read, daemon=True).start()
 
     def post(self, ticket: int, frame: Spool) -> None:

@@ -56,7 +56,7 @@ TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
 }
 
 
-def serve(kit: str, home: str = "", backbone: str = "") -> None:
+def serve_federation(kit: str, home: str = "", backbone: str = "") -> None:
     """Runs a federation's server until it is stopped. `backbone`: the server's own copy; without, the one of each run."""
     folder, about = open_kit(kit, "server")
     place = home_of(about, home)
@@ -71,7 +71,7 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") ->
     """Runs a site until it is stopped. That the data can be read and the backbone loaded is checked before."""
     folder, about = open_kit(kit, "site")
     place = home_of(about, home)
-    content = checked(about, data, backbone, rules)
+    content = checked_site(about, data, backbone, rules)
     with alone(folder):  # a site that runs keeps its own
         write_json(place / ABOUT_SITE, content)
     console.line(f"{about.name}: its state and its ledger are in {place}, NVFlare's log is {folder / LOG}")
@@ -80,7 +80,7 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") ->
     Party(folder, about, {SITE_HOME: str(place)}).run(console.line)
 
 
-def checked(about: About, data: str, backbone: str, rules: str) -> dict[str, str]:
+def checked_site(about: About, data: str, backbone: str, rules: str) -> dict[str, str]:
     """The content of site.json, with absolute paths."""
     from fedvlm.data.format import absolute
     from fedvlm.data.source import open_source

@@ -21,24 +21,24 @@ class Unreachable(FedvlmError):
     """The server does not answer, or not yet."""
 
 
-class Site(NamedTuple):
+class SiteState(NamedTuple):
     name: str
     heard: float  # time.time() of its last sign of life
 
 
-class Job(NamedTuple):
+class StartedRun(NamedTuple):
     id: str
     name: str
     state: str
     submitted: str
 
 
-class Status(NamedTuple):
+class FederationStatus(NamedTuple):
     federation: str
     address: str
     since: float  # time.time() of the server's start
-    sites: list[Site]
-    jobs: list[Job]
+    sites: list[SiteState]
+    jobs: list[StartedRun]
 
 
 @contextlib.contextmanager
@@ -63,17 +63,17 @@ def session(kit: str) -> Iterator[tuple[Any, About]]:
         opened.close()
 
 
-def status(kit: str) -> Status:
+def status(kit: str) -> FederationStatus:
     with session(kit) as (opened, about):
         found = opened.get_system_info()
         # a job whose server was killed is RUNNING in the list for ever: only the server knows what really runs
         running = {j.job_id for j in found.job_info}
         jobs = [j for j in opened.list_jobs() if j["job_id"] in running or j["status"] in WAITING]
-    sites = [Site(str(c.name), float(c.last_connect_time)) for c in found.client_info]
-    return Status(
+    sites = [SiteState(str(c.name), float(c.last_connect_time)) for c in found.client_info]
+    return FederationStatus(
         about.federation,
         f"{about.host}:{about.port}",
         float(found.server_info.start_time),
         sorted(sites),
-        [Job(str(j["job_id"]), str(j["job_name"]), str(j["status"]), str(j["submit_time"])[:19]) for j in jobs],
+        [StartedRun(str(j["job_id"]), str(j["job_name"]), str(j["status"]), str(j["submit_time"])[:19]) for j in jobs],
     )

@@ -54,8 +54,8 @@ OPENED = "opened"  # file with the last round whose sum this client helped to op
 LOCK_SECONDS = 60
 
 
-def serve(folder: Path, requests: Channel, replies: Channel) -> None:
-    client = Client(folder)
+def serve_clients(folder: Path, requests: Channel, replies: Channel) -> None:
+    client = SiteClient(folder)
     while frame := receive(requests):
         try:
             header, parts = unpack(frame)
@@ -127,7 +127,7 @@ def write_folder(folder: Path, about: ClientRecord, setup: Setup, task: Task, da
         files.write(folder / f"{name}.safetensors", content, private=True)
 
 
-class Client:
+class SiteClient:
     def __init__(self, folder: Path):
         about = ClientRecord(**json.loads((folder / "client.json").read_text(encoding="utf-8")))
         torch.set_num_threads(max(1, about.threads))
@@ -136,7 +136,7 @@ class Client:
         )
         records = {home: PartRecord(**part) for home, part in about.parts.items()}  # type: ignore[arg-type]
         codes = {
-            h: user_code.stored(folder / "code" / h, p.code, about.origins.get(h, ""))
+            h: user_code.stored_code(folder / "code" / h, p.code, about.origins.get(h, ""))
             for h, p in records.items()
             if p.code
         }
@@ -245,14 +245,16 @@ class Client:
 
     def contribution(self, message: Message, header: Header) -> Integers:
         """This client's trained update in fixed point."""
-        from fedvlm.privacy.secure.fixed import Plan
-        from fedvlm.privacy.secure.settings import fingerprint
+        from fedvlm.privacy.secure.fixed import SumPlan
+        from fedvlm.privacy.secure.settings import message_fingerprint
+        from fedvlm.privacy.secure.sums import Summable
 
         assert self.secure is not None
         agreed, merge = self.secure.parameters, self.method.merge
-        if agreed.model != fingerprint(message):
+        assert isinstance(merge, Summable), "secure=true with a merge that was refused (needs_replies)"
+        if agreed.model != message_fingerprint(message):
             raise BadMessage("was sent another model than agreed")
-        plan = Plan.of(merge.ranges(self.method.model, message.shared, agreed.limit), agreed.planned)
+        plan = SumPlan.of(merge.ranges(self.method.model, message.shared, agreed.limit), agreed.planned)
         found: Integers = plan.encode(merge.summands(self.reply("train", message, header), message.shared))[0]
         return found
 
@@ -292,7 +294,7 @@ def last_epoch(folder: Path) -> int:
     return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
 
-def end_with(parent: int) -> None:
+def end_after(parent: int) -> None:
     """A process whose parent was killed is given to another one."""
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -300,7 +302,7 @@ def end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    threading.Thread(target=end_after, args=(int(sys.argv[2]),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever prints goes to the log, not into a message
-    serve(Path(sys.argv[1]), os.fdopen(0, "rb", buffering=0), replies)
+    serve_clients(Path(sys.argv[1]), os.fdopen(0, "rb", buffering=0), replies)

@@ -97,7 +97,7 @@ def find(kind: str, name: str) -> type:
         user_code.remember(what, found)
         return getattr(found, attribute) if attribute else only_part(kind, what, found)
     if user_code.is_own(name):
-        return only_part(kind, what, user_code.read(what, name).load(what))
+        return only_part(kind, what, user_code.read_code(what, name).load(what))
     raise FedvlmError(f"{what}: no such {kind}; {nearest(name, names(kind))} (a file of your own: {kind}=path.py)")
 
 

@@ -187,7 +187,7 @@ def from_params(params: Params) -> Tensor:
     return torch.cat([head, params["bias"].double()[..., None, :]], dim=-2) if "bias" in params else head
 
 
-def line(solved: Ridge | Gaussian | Bilinear, strength: float, towards: Tensor) -> Line:
+def heads_on_line(solved: Ridge | Gaussian | Bilinear, strength: float, towards: Tensor) -> Line:
     """The solutions with V = t · towards, which are linear in t."""
     start = solved.solve(strength, torch.zeros_like(towards))
     return Line(start, solved.solve(strength, towards) - start)

@@ -80,7 +80,7 @@ class Code(NamedTuple):
     def _cached(self) -> Path:
         """A folder with this code: in the cache, written beside and renamed, since other processes may read it."""
         folder = (cache_home() / "code" / self.digest).resolve()
-        if folder.is_dir() and stored(folder, self.entry).files == self.files:
+        if folder.is_dir() and stored_code(folder, self.entry).files == self.files:
             return folder
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class Code(NamedTuple):
         return fresh
 
 
-def stored(folder: Path, entry: str, origin: str = "") -> Code:
+def stored_code(folder: Path, entry: str, origin: str = "") -> Code:
     """The code that `write` put into a folder; `origin`: the folder that it was read from, where that is known."""
     files = {p.relative_to(folder).as_posix(): _text(p) for p in sorted(folder.rglob("*.py"))}
     return Code(files, entry, origin or str(folder))
@@ -123,7 +123,7 @@ def is_own(spec: str) -> bool:
     return spec.endswith(".py") or "." in spec
 
 
-def read(what: str, spec: str) -> Code:
+def read_code(what: str, spec: str) -> Code:
     """The code behind `path/to/file.py` or `package.module`; `what` names it in errors, such as adapter=shift.py."""
     if spec.endswith(".py"):
         path = Path(spec).expanduser()

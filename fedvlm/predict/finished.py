@@ -25,7 +25,7 @@ from fedvlm.data.clients import Federation
 from fedvlm.data.corruptions import NAMES
 from fedvlm.data.pool import Pool, image_pool
 from fedvlm.data.source import Source, open_outsiders, open_source
-from fedvlm.data.store import SEVERITIES, Progress, features, fingerprint
+from fedvlm.data.store import SEVERITIES, Progress, data_fingerprint, features
 from fedvlm.engines.base import device_of
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError, nearest
@@ -114,7 +114,7 @@ def encoder_of(setup: Setup) -> Backbone:
     return in_precision(backbones.load(setup.config.backbone), setup.config.encode)
 
 
-def outsiders(model: Finished, path: str, progress: Progress | None = None) -> Evaluation:
+def evaluate_outsiders(model: Finished, path: str, progress: Progress | None = None) -> Evaluation:
     """How well the models detect images of no class: auroc and fpr95."""
     source = open_outsiders(path)
     backbone, view = encoder_of(model.setup), model.setup.adapter.view
@@ -126,10 +126,10 @@ def outsiders(model: Finished, path: str, progress: Progress | None = None) -> E
     measures = {m: {view: scores[m] for view, scores in found.items()} for m in ("auroc", "fpr95")}
     answer = model.answer("outsiders", source.name, path, len(good), measures)
     notes = [f"{len(skipped)} images cannot be read and are left out"] if skipped else []
-    return replace(answer, fingerprint=fingerprint([keys[k] for k in good], []), notes=notes)
+    return replace(answer, fingerprint=data_fingerprint([keys[k] for k in good], []), notes=notes)
 
 
-def corrupt(model: Finished, kind: str, progress: Progress | None = None) -> Evaluation:
+def evaluate_corrupted(model: Finished, kind: str, progress: Progress | None = None) -> Evaluation:
     """The accuracy on the clients' test images under one corruption, as a mean over its five severities: cacc."""
     data, source = model.tested.data, model.pool.source
     test = test_rows(data)
@@ -143,7 +143,7 @@ def corrupt(model: Finished, kind: str, progress: Progress | None = None) -> Eva
     x = torch.zeros((len(data.x), *versions.shape[1:]), dtype=versions.dtype)  # only test images are read
     x[torch.from_numpy(test)] = versions[torch.from_numpy(place)]
     record = model.with_extra("corrupted", Extra(x, aligned=True))
-    scores = {"cacc": by_view(record, "corrupted")}
+    scores = {"cacc": scores_by_view(record, "corrupted")}
     return model.answer("corrupt", kind, kind, len(wanted), scores)
 
 
@@ -172,7 +172,7 @@ def other_data(model: Finished, path: str, progress: Progress | None = None) -> 
         model = with_classes_of(model, pool)
     federation, rows = as_clients(model, pool)
     record = model.scored(federation, rows)
-    scores, clients = by_view(record, "test"), record.get("clients", {})
+    scores, clients = scores_by_view(record, "test"), record.get("clients", {})
     if (
         model.method.local.adapts
     ):  # own models that a client trains from its own examples when it is scored: there are none
@@ -200,8 +200,8 @@ def with_classes_of(model: Finished, pool: Pool) -> Finished:
 
 
 QUESTIONS: dict[str, Callable[[Finished, str, Progress | None], Evaluation]] = {
-    "outsiders": outsiders,
-    "corrupt": corrupt,
+    "outsiders": evaluate_outsiders,
+    "corrupt": evaluate_corrupted,
     "data": other_data,
 }
 
@@ -253,7 +253,7 @@ def as_clients(model: Finished, pool: Pool) -> tuple[Federation, Params]:
     return Federation(named, named, data, model.method.task, unseen, order), rows
 
 
-def by_view(record: RoundRecord, measure: str) -> Scores:
+def scores_by_view(record: RoundRecord, measure: str) -> Scores:
     views: dict[str, Scores | None] = {v: record.get(v) for v in VIEWS}  # type: ignore[misc]
     return {v: scores[measure] for v, scores in views.items() if scores and measure in scores}
 

@@ -54,13 +54,13 @@ class Evaluation:
         return f"{file_name(f'{self.kind}-{self.name}')}.json"
 
 
-def write(run: Path, found: Evaluation) -> Path:
+def write_answers(run: Path, found: Evaluation) -> Path:
     path = run / FOLDER / found.file
     files.write(path, json.dumps(dataclasses.asdict(found), indent=1))
     return path
 
 
-def read(run: Path) -> list[Evaluation]:
+def read_answers(run: Path) -> list[Evaluation]:
     """All answers beside a run, in the order of their files' names."""
     return [_read(path) for path in sorted((run / FOLDER).glob("*.json"))]
 
@@ -77,11 +77,11 @@ def _read(path: Path) -> Evaluation:
 
 def answer(run: Path, measure: str, view: str = "personal") -> Number:
     """The value of a measure such as auroc@textures; None if this was not evaluated."""
-    found = [e.scores[measure] for e in read(run) if measure in e.scores]
+    found = [e.scores[measure] for e in read_answers(run) if measure in e.scores]
     return found[0].get(view) if found else None
 
 
-def table(found: Sequence[Evaluation]) -> Table:
+def answers_table(found: Sequence[Evaluation]) -> Table:
     """A row for each measure, in percent."""
     rows = [
         {"question": measure, "images": f"{e.images:,}"}

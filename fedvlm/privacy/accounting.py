@@ -77,7 +77,7 @@ class Spent(NamedTuple):
     local_epsilon: float | None = None  # for whoever sees a client's uploads, too; None: not limited
 
 
-class Client(NamedTuple):
+class ClientAccount(NamedTuple):
     """A client's own accounting at the level of examples."""
 
     rate: float  # at which an example is in a batch
@@ -96,7 +96,7 @@ class Account:
     sampling: Literal["all", "fixed", "poisson"]  # all: everybody is in every round
     noisy_uploads: int = 0  # noise_at=client: uploads of a round, at least; 0: the server adds the noise
     asked: np.ndarray | None = None  # [rounds + 1, clients]: in how many of the first rounds a client is asked
-    clients: tuple[Client, ...] = ()  # at the level of examples
+    clients: tuple[ClientAccount, ...] = ()  # at the level of examples
 
     def spent(self, rounds: int) -> Spent:
         """What is spent after so many rounds."""

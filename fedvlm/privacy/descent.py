@@ -9,7 +9,8 @@ the same treatment: they act on later gradients of the shared ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,10 +18,27 @@ from torch import Tensor
 
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.descent import Gradients, Optimiser, OptimiserSettings
+from fedvlm.core.marks import Mark
 from fedvlm.core.state import Params, nbytes
 from fedvlm.privacy.noise import normal, uniform
 
+if TYPE_CHECKING:
+    from fedvlm.core.merge import Merge
+
+# on an override of a local rule's train, fit or personal_copy that is safe under dp=example: it reads the data by
+# `optimise` alone
+covered = Mark("covered")
 MEMORY = 128 << 20  # bytes for the gradients of single examples
+
+
+@runtime_checkable
+class ReleasesOnce(Protocol):
+    """A local rule that, with dp=example, adds noise once a round to what it sends of all examples, instead of training
+    with noise."""
+
+    def uncovered(self, merge: Merge) -> str:
+        """Why the noise would not cover all that clients send; "" where it does."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,9 @@ class PrivateDescent:
     clip: float
     secret: bytes
     most: int = 1024  # examples at a time
+
+    def on(self, data: Data) -> PrivateData:
+        return PrivateData(**{f.name: getattr(data, f.name) for f in fields(data)}, descent=self)
 
     @torch.no_grad()
     def optimise(self, settings: OptimiserSettings, params: Params, data: Data, gradients: Gradients) -> Tensor:
@@ -69,6 +90,16 @@ class PrivateDescent:
         size = max(1, min(self.most, MEMORY // max(1, nbytes(params))))
         for first in range(0, len(rows), size):
             yield rows[first : first + size]
+
+
+@dataclass(frozen=True)
+class PrivateData(Data):
+    """A client's data under dp=example: models are trained on it with noise, whatever the local rule."""
+
+    descent: PrivateDescent = field(kw_only=True)
+
+    def optimise(self, settings: OptimiserSettings, params: Params, gradients: Gradients) -> Tensor:
+        return self.descent.optimise(settings, params, self, gradients)
 
 
 def sampling(examples: int, batch: int, epochs: int) -> tuple[float, int]:

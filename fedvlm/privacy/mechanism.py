@@ -27,8 +27,9 @@ from fedvlm.core.data import Data
 from fedvlm.core.schema import Field, Fields
 from fedvlm.core.state import Message, Params, State
 from fedvlm.privacy.accounting import Account, Level
-from fedvlm.privacy.descent import PrivateDescent
+from fedvlm.privacy.descent import PrivateData, PrivateDescent
 from fedvlm.privacy.noise import normal, uniform
+from fedvlm.privacy.secure.sums import UPDATE, Summable
 
 if TYPE_CHECKING:
     from fedvlm.core.adapter import Adapter
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from fedvlm.core.model import Model
     from fedvlm.core.state import Answer
 
-UPDATE = "update/"  # prefix of an update among the sums of secure aggregation (core/merge.py)
 CLIP = "dp.clip"  # the adapted C, in the server's state and in a message's extra
 UNCLIPPED = "unclipped"  # in a reply: 1 where the update was no longer than C
 SEED_BYTES = 8  # of a secret that is a run's seed; real ones are longer
@@ -96,8 +96,9 @@ class Privacy:
         """The clipping norm in the server's state or a message's extra."""
         return float(params[CLIP]) if CLIP in params else self.clip
 
-    def descent(self, adapter: Adapter) -> PrivateDescent:
-        return PrivateDescent(self.noise, self.clip, self.secret, adapter.limits.clients)
+    def data(self, data: Data, adapter: Adapter) -> PrivateData:
+        """The data that a client trains on (dp=example)."""
+        return PrivateDescent(self.noise, self.clip, self.secret, adapter.limits.clients).on(data)
 
     def protected(self, answer: Answer, message: Message, data: Data) -> Answer:
         """A client's reply as it may leave. The loss stays, and at the level of clients the number of examples, too."""
@@ -107,7 +108,7 @@ class Privacy:
         limit = self.clipping_norm(message.extra)
         update = {k: v.double() - message.shared[k].double() for k, v in answer.shared.items()}
         lengths = norms(update)
-        update = scaled(update, factors(lengths, limit))
+        update = scaled(update, clipping_factors(lengths, limit))
         if self.noise_at == "client":
             drawn = [self.gaussian(message.shared, "client", data.round, i) for i in data.ids.tolist()]
             update = {k: v + limit * torch.stack([one[k] for one in drawn]) for k, v in update.items()}
@@ -137,13 +138,14 @@ class Privacy:
         for reply in cohort.stream("train", message) if len(cohort.ids) else ():
             update = {k: v.double() - start[k] for k, v in reply.shared.items()}
             if self.noise_at == "server":  # once more: float32 rounds, and a client may not have done it
-                update = scaled(update, factors(norms(update), limit))
+                update = scaled(update, clipping_factors(norms(update), limit))
             total = {k: v + update[k].sum(0) for k, v in total.items()}
             unclipped += float((reply.values[UNCLIPPED] - 0.5).sum()) if self.quantile else 0.0
         return Sum(total, limit, unclipped)
 
     def masked_sum(self, merge: Merge, model: Model, message: Message, cohort: Cohort, limit: float) -> Sum:
         """The same of fixed-point numbers of which only the sum is seen (secure=true)."""
+        assert isinstance(merge, Summable)  # see needs_replies
         sums = cohort.sums(merge, model, message)
         total = {k: sums[UPDATE + k] for k in message.shared}
         rounding = float(cast(float, cohort.notes["fixed_point_step"]))
@@ -172,7 +174,7 @@ def norms(update: Params) -> Tensor:
     return found
 
 
-def factors(lengths: Tensor, limit: float) -> Tensor:
+def clipping_factors(lengths: Tensor, limit: float) -> Tensor:
     return (limit / lengths).clamp(max=1.0)  # 1 for a length of 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedvlm.report.figures import Line, shorten, spaced
-from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Scale, linear
+from fedvlm.report.figures import MethodLine, shorten, spaced
+from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Scale, to_scale
 
 MOST_LABELS = 8  # curves or markers whose names stand beside them; of more, see the legend
 LONGEST = 14  # letters of a name at the end of a curve
@@ -30,7 +30,7 @@ class End(NamedTuple):
     method: int | None = None  # number in the legend; None: a client's curve, which the legend does not hide
 
 
-def indexed(lines: list[Line]) -> list[tuple[int, Line]]:
+def indexed(lines: list[MethodLine]) -> list[tuple[int, MethodLine]]:
     """Each method with the number of its colour; the frozen model is grey and has −1."""
     trained = [x for x in lines if not x.frozen]
     return [(-1 - k if x.frozen else trained.index(x), x) for k, x in enumerate(lines)]
@@ -51,7 +51,7 @@ class Box(NamedTuple):
         return max(0.0, wide) * max(0.0, high)
 
 
-def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> None:
+def label_points(c: Chart, points: Sequence[tuple[int, MethodLine, float, float]]) -> None:
     """Names beside the markers, where they cover neither markers nor each other, if there is such a place."""
     if len(points) > MOST_LABELS:
         return
@@ -59,7 +59,7 @@ def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> 
     taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in at]
     for (k, line, _, _), (x, y) in zip(points, at, strict=True):
         text = shorten(line.label, 24)
-        start, box = place(
+        start, box = name_place(
             x, y - 9 * line.frozen, LETTER * len(text), taken
         )  # the frozen model's: above its dashed line
         taken.append(box)
@@ -70,7 +70,7 @@ def label_points(c: Chart, points: Sequence[tuple[int, Line, float, float]]) -> 
         c.close_group()
 
 
-def place(x: float, y: float, width: float, taken: Sequence[Box]) -> tuple[float, Box]:
+def name_place(x: float, y: float, width: float, taken: Sequence[Box]) -> tuple[float, Box]:
     """The start of a point's name, and the box that it takes: the first of these places that covers least."""
     inside = x < (LEFT + WIDTH - RIGHT) / 2
     starts = [x + 9, x - 9 - width] if inside else [x - 9 - width, x + 9]
@@ -106,5 +106,5 @@ def rows_axes(name: str, rows: Sequence[str], values: Sequence[float], x_label: 
     height = max(120, TOP + BOTTOM + 20 * len(rows))
     left = min(150, 16 + 6.4 * max(len(shorten(r, 20)) for r in rows))
     y = Scale(-0.5, len(rows) - 0.5, TOP, height - BOTTOM)
-    x = linear(values, left, WIDTH - RIGHT)
+    x = to_scale(values, left, WIDTH - RIGHT)
     return Chart(name, x, y, x_label, height, rows=[shorten(r, 20) for r in rows])

@@ -14,11 +14,11 @@ def blocks(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
     """Group runs by the names of data and backbone, in order of appearance; by what differs of their fingerprints too
     where names are the same."""
     records = {id(run): run.record for run in runs}
-    whose = {key(r): title(r) for r in records.values()}
+    whose = {block_key(r): title(r) for r in records.values()}
     names = Counter(whose.values())
     out: dict[str, list[RunFolder]] = {}
     for run in runs:
-        own = key(records[id(run)])
+        own = block_key(records[id(run)])
         name = whose[own]
         out.setdefault(name if names[name] == 1 else f"{name} ({version(own, name, whose)})", []).append(run)
     return out
@@ -31,7 +31,7 @@ def version(own: tuple[str, str], name: str, whose: dict[tuple[str, str], str]) 
     return ", ".join(f"{what} {mark[:8]}" for what, mark, found in parts if len(set(found)) > 1)
 
 
-def key(record: RunRecord) -> tuple[str, str]:
+def block_key(record: RunRecord) -> tuple[str, str]:
     return record.data.fingerprint, record.backbone.fingerprint
 
 

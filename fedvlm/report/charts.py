@@ -1,4 +1,4 @@
-"""The charts with which the page compares methods, from run folders only: see `compared` for the list.
+"""The charts with which the page compares methods, from run folders only: see `comparison_charts` for the list.
 
 The numbers are those of `figures.gather`, and so of the tables: last round, test split, ± one standard error over seeds.
 """
@@ -15,15 +15,15 @@ import numpy as np
 from fedvlm.core.records import MEASURES
 from fedvlm.evaluation.protocols import is_base_to_novel
 from fedvlm.report.axes import Drawn, indexed, label_points, name_curves, room, rows_axes
-from fedvlm.report.client_charts import by_client, client_rows, ends, ranked, variances
-from fedvlm.report.figures import AXIS_LABELS, PLOTTED, Line, score_name
-from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, bounds, chart, colour, dashed, element, outline
+from fedvlm.report.client_charts import charts_of_clients, client_rows, ends, ranked, variances
+from fedvlm.report.figures import AXIS_LABELS, PLOTTED, MethodLine, score_name
+from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, bounds, chart, colour, dashed, element, marker
 from fedvlm.training.folder import RunFolder
 
 UNEVEN = 10  # times as many megabytes of one method as of another: a logarithmic axis
 
 
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of the legend."""
 
     number: int  # of its colour, marker and dashes
@@ -32,20 +32,20 @@ class Entry(NamedTuple):
     svg: str
 
 
-def legend(lines: list[Line]) -> list[Entry]:
-    return [Entry(k, x.label, colour(k, x.frozen), sample(k, x.frozen)) for k, x in indexed(lines)]
+def legend(lines: list[MethodLine]) -> list[LegendEntry]:
+    return [LegendEntry(k, x.label, colour(k, x.frozen), curve_sample(k, x.frozen)) for k, x in indexed(lines)]
 
 
-def sample(method: int, frozen: bool) -> str:
+def curve_sample(method: int, frozen: bool) -> str:
     """A piece of its curve with its marker."""
     line = element("path", d="M2 8H38", cls=f"curve {dashed(method)}")
-    return line + element("path", d=outline(method, frozen, 20, 8), cls="mark")
+    return line + element("path", d=marker(method, frozen, 20, 8), cls="mark")
 
 
-def compared(runs: list[RunFolder], lines: list[Line]) -> dict[str, list[Drawn]]:
+def comparison_charts(runs: list[RunFolder], lines: list[MethodLine]) -> dict[str, list[Drawn]]:
     """Heading → charts."""
     axes = axes_of(lines)
-    curves = [m for m in (MEASURES if axes == ["novel", "base"] else axes) if known(lines, m)]
+    curves = [m for m in (MEASURES if axes == ["novel", "base"] else axes) if is_known(lines, m)]
     spent = megabytes(runs, lines)
     found = {
         "Accuracy and cost": [
@@ -57,25 +57,25 @@ def compared(runs: list[RunFolder], lines: list[Line]) -> dict[str, list[Drawn]]
             *(by_megabytes(lines, m, spent) for m in curves if any(np.ptp(v) > 0 for v in spent.values())),
         ],
         "Accuracy by client": [*client_rows(lines), *ranked(lines)],
-        "Weights and gaps by round": [*variances(runs, lines), *by_client(runs, lines)],
+        "Weights and gaps by round": [*variances(runs, lines), *charts_of_clients(runs, lines)],
     }
     return {heading: charts for heading, charts in found.items() if charts}
 
 
-def axes_of(lines: list[Line]) -> list[str]:
+def axes_of(lines: list[MethodLine]) -> list[str]:
     open_classes = all(is_base_to_novel(r) for x in lines for r in x.records)
-    return [m for m in (("novel", "base") if open_classes else ("G", "P")) if known(lines, m)]
+    return [m for m in (("novel", "base") if open_classes else ("G", "P")) if is_known(lines, m)]
 
 
-def known(lines: list[Line], metric: str) -> bool:
+def is_known(lines: list[MethodLine], metric: str) -> bool:
     return any(math.isfinite(x.last(metric)[0]) for x in lines)
 
 
-def axis(lines: list[Line], metric: str) -> str:
+def axis(lines: list[MethodLine], metric: str) -> str:
     return AXIS_LABELS[metric].format(score_name(lines))
 
 
-def plane(lines: list[Line], up: str, across: str) -> Drawn:
+def plane(lines: list[MethodLine], up: str, across: str) -> Drawn:
     """Each method as a point with its interval, and its path over rounds; dashed lines through the frozen model."""
     at = {k: (*x.last(across), *x.last(up)) for k, x in indexed(lines)}
     both = [(k, x) for k, x in indexed(lines) if np.isfinite(at[k]).all()]
@@ -112,7 +112,7 @@ def wider(values: Sequence[float]) -> list[float]:
     return [low - (high - low) / 3, high + (high - low) / 3]
 
 
-def row_chart(lines: list[Line], metric: str) -> Drawn:
+def row_chart(lines: list[MethodLine], metric: str) -> Drawn:
     """A row for each method, where there is one metric only."""
     ends = {k: x.last(metric) for k, x in indexed(lines)}
     values = [v + s * e for v, e in ends.values() for s in (-1, 1)]
@@ -127,11 +127,11 @@ def row_chart(lines: list[Line], metric: str) -> Drawn:
     return Drawn(metric, f"{axis(lines, metric)}, ± one standard error over seeds.", str(c))
 
 
-def by_round(lines: list[Line], metric: str) -> Drawn:
+def by_round(lines: list[MethodLine], metric: str) -> Drawn:
     return curves(lines, metric, "round", {x.label: np.array(x.rounds, float) for x in lines}, "by round", "{:.0f}")
 
 
-def by_megabytes(lines: list[Line], metric: str, spent: dict[str, np.ndarray]) -> Drawn:
+def by_megabytes(lines: list[MethodLine], metric: str, spent: dict[str, np.ndarray]) -> Drawn:
     whole = [v[-1] for v in spent.values() if v[-1] > 0]
     log, words = max(whole) > UNEVEN * min(whole), "MB sent in both directions, all clients"
     words += ", logarithmic" if log else ""
@@ -139,7 +139,7 @@ def by_megabytes(lines: list[Line], metric: str, spent: dict[str, np.ndarray]) -
 
 
 def curves(
-    lines: list[Line],
+    lines: list[MethodLine],
     metric: str,
     x_label: str,
     xs: dict[str, np.ndarray],
@@ -171,7 +171,7 @@ def curves(
     return Drawn(f"{metric} {how}", f"{axis(lines, metric)}, {how}; bands: ± one standard error over seeds.", str(c))
 
 
-def megabytes(runs: list[RunFolder], lines: list[Line]) -> dict[str, np.ndarray]:
+def megabytes(runs: list[RunFolder], lines: list[MethodLine]) -> dict[str, np.ndarray]:
     """The megabytes that each method sent until each of its rounds, in both directions, mean over runs."""
     sent: dict[str, dict[int, int]] = {}
     for run in runs:
@@ -190,10 +190,10 @@ def megabytes(runs: list[RunFolder], lines: list[Line]) -> dict[str, np.ndarray]
     return out
 
 
-def pareto(lines: list[Line], axes: list[str], spent: dict[str, np.ndarray]) -> list[Drawn]:
+def pareto(lines: list[MethodLine], axes: list[str], spent: dict[str, np.ndarray]) -> list[Drawn]:
     """A chart for each cost in which methods differ: accuracy (the mean of the metrics) over it, with the front."""
     score = {x.label: float(np.mean([x.last(m)[0] for m in axes])) if axes else math.nan for x in lines}
-    costs: dict[str, Callable[[Line], float]] = {
+    costs: dict[str, Callable[[MethodLine], float]] = {
         "rounds": lambda x: float(x.rounds[-1]),
         "MB": lambda x: float(spent[x.label][-1]),
         "seconds": lambda x: float(np.mean([r.finished.seconds for r in x.records])),
@@ -205,7 +205,9 @@ def pareto(lines: list[Line], axes: list[str], spent: dict[str, np.ndarray]) -> 
     ]
 
 
-def cost_chart(lines: list[Line], name: str, cost: dict[str, float], score: dict[str, float], axes: list[str]) -> Drawn:
+def cost_chart(
+    lines: list[MethodLine], name: str, cost: dict[str, float], score: dict[str, float], axes: list[str]
+) -> Drawn:
     shown = [(k, x) for k, x in indexed(lines) if math.isfinite(score[x.label])]
     xs, ys = [cost[x.label] for _, x in shown], [score[x.label] for _, x in shown]
     of = f"{' and '.join(axes)}{', mean' if len(axes) > 1 else ''}"
@@ -236,9 +238,9 @@ def front(costs: Sequence[float], scores: Sequence[float]) -> list[int]:
     return out
 
 
-def numbers(lines: list[Line], spent: dict[str, np.ndarray], most: int = 12) -> list[dict[str, str]]:
+def curve_table(lines: list[MethodLine], spent: dict[str, np.ndarray], most: int = 12) -> list[dict[str, str]]:
     """What the curves show, as rows of a table; of many rounds, evenly chosen ones."""
-    metrics, rows = [m for m in PLOTTED if known(lines, m)], []
+    metrics, rows = [m for m in PLOTTED if is_known(lines, m)], []
     for line in lines:
         places = np.unique(np.linspace(0, len(line.rounds) - 1, most).round().astype(int))
         for place in places:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedvlm.report import fairness
 from fedvlm.report.axes import Drawn, End, indexed, name_curves, room, rows_axes
-from fedvlm.report.figures import Line, score_name, scores_by_row, targets
+from fedvlm.report.figures import MethodLine, score_name, scores_by_row, targets
 from fedvlm.report.svg import chart, colour
 from fedvlm.training.folder import RunFolder
 
@@ -17,7 +17,7 @@ FEW_CLIENTS = 8  # that get a curve each; of more, percentiles are drawn
 PERCENTILES = (0, 25, 50, 75, 100)
 
 
-def client_rows(lines: list[Line]) -> list[Drawn]:
+def client_rows(lines: list[MethodLine]) -> list[Drawn]:
     """A row for each client (or held-out target), where there are few."""
     rows = scores_by_row(lines)
     if not rows:
@@ -35,7 +35,7 @@ def client_rows(lines: list[Line]) -> list[Drawn]:
     return [Drawn(f"Each {what}", f"{score_name(lines)} of {of}, worst first.", str(c))]
 
 
-def ranked(lines: list[Line]) -> list[Drawn]:
+def ranked(lines: list[MethodLine]) -> list[Drawn]:
     found = {x.label: v for x in lines if (v := fairness.ranked_scores(x)) is not None}
     if not found:
         return []
@@ -55,7 +55,7 @@ def ranked(lines: list[Line]) -> list[Drawn]:
     ]
 
 
-def variances(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
+def variances(runs: list[RunFolder], lines: list[MethodLine]) -> list[Drawn]:
     found = {x.label: v for x in lines if (v := fairness.gap_variances(runs, x)) is not None}
     if not found:
         return []
@@ -73,7 +73,7 @@ def variances(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
     return [Drawn("Variance of the gap", words, str(c))]
 
 
-def by_client(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
+def charts_of_clients(runs: list[RunFolder], lines: list[MethodLine]) -> list[Drawn]:
     """Weights and gaps of the clients, a chart for each method that recorded some that are not all equal."""
     out = []
     for line in lines:
@@ -83,13 +83,13 @@ def by_client(runs: list[RunFolder], lines: list[Line]) -> list[Drawn]:
             ("weights", "Weight of each client in the merge"),
             ("gaps", "Generalisation gap of each client: validation loss of the shared model − that of its own"),
         ):
-            values = recorded(members, name)
+            values = recorded_values(members, name)
             if len(values) > 1 and any(np.ptp(list(v.values())) > 1e-6 for v in values.values()):
                 out.append(client_curves(f"{line.label}: {name}", words, values))
     return out
 
 
-def recorded(runs: list[RunFolder], name: str) -> dict[int, dict[str, float]]:
+def recorded_values(runs: list[RunFolder], name: str) -> dict[int, dict[str, float]]:
     """Round → client → value, mean over runs."""
     found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in (x for r in runs for x in r.rounds()):
@@ -121,7 +121,7 @@ def client_curves(title: str, words: str, values: dict[int, dict[str, float]]) -
     return Drawn(title, f"{words}, mean over runs; {how}.", str(c))
 
 
-def ends(lines: list[Line], last: dict[str, float]) -> list[End]:
+def ends(lines: list[MethodLine], last: dict[str, float]) -> list[End]:
     """The ends of the curves of methods that have a last value."""
     return [
         End(x.label, colour(k, x.frozen), last[x.label], k)

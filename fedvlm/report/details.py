@@ -15,7 +15,20 @@ import numpy as np
 from fedvlm.report.answers import VIEWS, Answers
 from fedvlm.report.axes import Drawn, End, name_curves, room
 from fedvlm.report.figures import shorten, spaced
-from fedvlm.report.svg import BOTTOM, COLOURS, HEIGHT, TOP, WIDTH, Chart, Scale, chart, colour, element, linear, thinned
+from fedvlm.report.svg import (
+    BOTTOM,
+    COLOURS,
+    HEIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    Scale,
+    chart,
+    colour,
+    element,
+    thinned,
+    to_scale,
+)
 
 BINS = 10
 FEW = 5  # images of a bin that say nothing
@@ -71,8 +84,8 @@ def details(methods: list[Method], tsne: bool = False) -> Details | None:
             for view in VIEWS
             if any(a.probabilities(view) is not None for m in known for a in m[2])
         ],
-        [*embeddings(known), *(neighbours(known) if tsne else [])],
-        by_class(known, names),
+        [*embeddings(known), *(neighbour_charts(known) if tsne else [])],
+        recall_by_class(known, names),
         most_confused(known, names),
         matrices,
         by_client,
@@ -152,7 +165,7 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
     shown = [shorten(n, 16) for n in names] if step > 9 else [""] * size
     c = Chart(
         f"confusion matrix: {name}",
-        linear([0, 1], left, WIDTH - 12),
+        to_scale([0, 1], left, WIDTH - 12),
         y,
         "columns: predicted class, same order",
         height,
@@ -171,7 +184,7 @@ def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
     return str(c)
 
 
-def by_class(methods: list[Method], names: list[str]) -> list[dict[str, str]]:
+def recall_by_class(methods: list[Method], names: list[str]) -> list[dict[str, str]]:
     """The share of each class's test images that are classified rightly, by method and view."""
     columns: dict[str, np.ndarray] = {}
     examples = np.zeros(len(names), int)
@@ -206,7 +219,7 @@ def most_confused(methods: list[Method], names: list[str]) -> list[dict[str, str
     ]
 
 
-def neighbours(methods: list[Method]) -> list[Drawn]:
+def neighbour_charts(methods: list[Method]) -> list[Drawn]:
     from fedvlm.report.tsne import places  # late: torch
 
     return embeddings(methods, places, "t-SNE")
@@ -230,7 +243,7 @@ def embeddings(methods: list[Method], place: Place | None = None, axes: str = ""
         frozen += [found] if k < 0 else []
         at = (place or principal)(found)
         before = at if before is None or len(before) != len(at) else before
-        out.append(points(k, label, a, chosen, mirrored(at, before), axes))
+        out.append(point_chart(k, label, a, chosen, mirrored(at, before), axes))
     if out and unchanged:
         words = f" {', '.join(unchanged)}: the same, since image features are not changed."
         out[0] = out[0]._replace(caption=out[0].caption + words)
@@ -250,7 +263,7 @@ def mirrored(at: np.ndarray, like: np.ndarray) -> np.ndarray:
     return at * np.where((at * like).sum(0) < 0, -1, 1)
 
 
-def points(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray, axes: str) -> Drawn:
+def point_chart(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarray, axes: str) -> Drawn:
     c = chart(
         f"image features: {label}", at[:, 0].tolist(), at[:, 1].tolist(), axes or "first two principal components"
     )

@@ -22,7 +22,7 @@ class Effect(NamedTuple):
 def effects(run: RunFolder) -> list[Effect]:
     rounds = run.rounds()
     recorded = [r["effects"] for r in rounds if r.get("effects")]
-    known = meanings(run.record)
+    known = effect_meanings(run.record)
     names = dict.fromkeys(name for one in recorded for name in one)
     found = []
     for name in names:
@@ -43,7 +43,7 @@ def median_of(record: RoundRecord, name: str) -> float | None:
     return summary["median"] if summary else None
 
 
-def meanings(record: RunRecord) -> dict[str, str]:
+def effect_meanings(record: RunRecord) -> dict[str, str]:
     """The meanings in words, of parts that fedvlm has; a user's own code is not run for this."""
     return {UPDATE: UPDATE_MEANING} | recorded_by("local", record.local) | recorded_by("merge", record.merge)
 
@@ -52,6 +52,6 @@ def recorded_by(kind: str, part: PartRecord) -> dict[str, str]:
     return {} if part.code else catalogue.records(kind, part.name)
 
 
-def line(run: RunFolder) -> str:
+def effects_line(run: RunFolder) -> str:
     """One line, of the last round."""
     return ", ".join(f"{e.name} {e.last:.3g}" for e in effects(run))

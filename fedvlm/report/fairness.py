@@ -15,7 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedvlm.report.figures import (
     LIGHT,
-    Line,
+    MethodLine,
     Picture,
     Theme,
     caption,
@@ -25,7 +25,7 @@ from fedvlm.report.figures import (
     shorten,
     spaced,
     styled,
-    write,
+    write_picture,
 )
 from fedvlm.training.folder import RunFolder
 
@@ -33,18 +33,18 @@ PERCENTILES = np.linspace(0, 100, 101)
 SMALLEST = 1e-12  # variances are drawn as logarithms
 
 
-def drawn(runs: list[RunFolder], theme: Theme = LIGHT) -> Picture:
+def fairness_of(runs: list[RunFolder], theme: Theme = LIGHT) -> Picture:
     """The figure, not written anywhere."""
     with styled(theme):
-        return settled(draw(runs, theme))
+        return settled(draw_fairness(runs, theme))
 
 
-def figure(runs: list[RunFolder], path: Path, theme: Theme = LIGHT) -> None:
+def fairness_figure(runs: list[RunFolder], path: Path, theme: Theme = LIGHT) -> None:
     """Writes the figure as a PNG file."""
-    write(drawn(runs, theme), path, theme)
+    write_picture(fairness_of(runs, theme), path, theme)
 
 
-def ranked_scores(line: Line) -> np.ndarray | None:
+def ranked_scores(line: MethodLine) -> np.ndarray | None:
     """The score in percent of the client at each percentile, 0 the worst; None for fewer than two clients.
     Held-out clients are left out."""
     found = []
@@ -57,7 +57,7 @@ def ranked_scores(line: Line) -> np.ndarray | None:
     return np.mean(found, axis=0) if found else None
 
 
-def gap_variances(runs: list[RunFolder], line: Line) -> tuple[list[int], np.ndarray] | None:
+def gap_variances(runs: list[RunFolder], line: MethodLine) -> tuple[list[int], np.ndarray] | None:
     """The rounds that all runs of a method recorded, and the variance of the gap in each; None where there is none."""
     identities = {r.identity for r in line.records}
     by_run = [
@@ -69,7 +69,7 @@ def gap_variances(runs: list[RunFolder], line: Line) -> tuple[list[int], np.ndar
     return (rounds, np.mean([[v[k] for k in rounds] for v in by_run], axis=0)) if rounds else None
 
 
-def draw(runs: list[RunFolder], theme: Theme) -> Picture:
+def draw_fairness(runs: list[RunFolder], theme: Theme) -> Picture:
     lines = gather(runs, theme)
     ranked = {x.label: v for x in lines if (v := ranked_scores(x)) is not None}
     variances = {x.label: found for x in lines if (found := gap_variances(runs, x)) is not None}
@@ -85,7 +85,7 @@ def draw(runs: list[RunFolder], theme: Theme) -> Picture:
     return fig
 
 
-def plot_ranked(ax: Axes, lines: list[Line], ranked: dict[str, np.ndarray]) -> None:
+def plot_ranked(ax: Axes, lines: list[MethodLine], ranked: dict[str, np.ndarray]) -> None:
     for line in (x for x in lines if x.label in ranked):
         ax.plot(PERCENTILES, ranked[line.label], color=line.colour, lw=1.8)
         ax.plot([0, 100], ranked[line.label][[0, -1]], color=line.colour, marker=line.marker, ls="", ms=5)
@@ -100,7 +100,7 @@ def plot_ranked(ax: Axes, lines: list[Line], ranked: dict[str, np.ndarray]) -> N
     ax.set_title("scores of the clients")
 
 
-def plot_variances(ax: Axes, lines: list[Line], variances: dict[str, tuple[list[int], np.ndarray]]) -> None:
+def plot_variances(ax: Axes, lines: list[MethodLine], variances: dict[str, tuple[list[int], np.ndarray]]) -> None:
     for line in (x for x in lines if x.label in variances):
         rounds, values = variances[line.label]
         ax.plot(rounds, np.log10(np.maximum(values, SMALLEST)), color=line.colour, lw=1.6)
@@ -113,7 +113,7 @@ def plot_variances(ax: Axes, lines: list[Line], variances: dict[str, tuple[list[
     ax.set_title("generalisation gap")
 
 
-def label_curves(ax: Axes, lines: list[Line], ends: dict[str, float], x: float, low: float, high: float) -> None:
+def label_curves(ax: Axes, lines: list[MethodLine], ends: dict[str, float], x: float, low: float, high: float) -> None:
     """Writes each method's label at `x`, near the end of its curve."""
     colours = {line.label: line.colour for line in lines}
     heights = spaced(list(ends.values()), (high - low) * 0.05, low, high)

@@ -56,7 +56,7 @@ DARK = Theme("#14181d", "#e4e7eb", "#98a2ad", ("#4BA3E3", "#F0813C", "#2FC79C", 
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodLine:
     """One method: its scores, and how it is drawn."""
 
     label: str
@@ -95,15 +95,15 @@ class Picture(Figure):
 def drawn(runs: list[RunFolder], theme: Theme = LIGHT) -> Picture:
     """The figure, not written anywhere."""
     with styled(theme):
-        return settled(draw(gather(runs, theme), theme))
+        return settled(draw_figure(gather(runs, theme), theme))
 
 
 def figure(runs: list[RunFolder], path: Path, theme: Theme = LIGHT) -> None:
     """Writes the figure as a PNG file."""
-    write(drawn(runs, theme), path, theme)
+    write_picture(drawn(runs, theme), path, theme)
 
 
-def write(picture: Picture, path: Path, theme: Theme) -> None:
+def write_picture(picture: Picture, path: Path, theme: Theme) -> None:
     files.write(path, png(picture, theme))
 
 
@@ -146,10 +146,10 @@ def is_frozen(records: list[RunRecord]) -> bool:
     return records[0].method.name == FROZEN
 
 
-def gather(runs: list[RunFolder], theme: Theme) -> list[Line]:
+def gather(runs: list[RunFolder], theme: Theme) -> list[MethodLine]:
     """One line per method, the frozen model first; every round is scored as the tables score the last."""
     scored = {r.record.identity: {x["round"]: x for x in r.rounds() if "personal" in x} for r in runs}
-    lines: list[Line] = []
+    lines: list[MethodLine] = []
     for label, records in sorted(grouped(runs).items(), key=lambda g: not is_frozen(g[1])):
         by_round = [scored[r.identity] or {r.finished.last["round"]: r.finished.last} for r in records]
         rounds = sorted(set.intersection(*map(set, by_round)))
@@ -162,7 +162,7 @@ def gather(runs: list[RunFolder], theme: Theme) -> list[Line]:
         colour = theme.muted if is_frozen(records) else theme.colours[k % len(theme.colours)]
         marker = "D" if is_frozen(records) else MARKERS[k % len(MARKERS)]
         scores = {m: values[..., j] for j, m in enumerate(PLOTTED)}
-        lines.append(Line(label, records, rounds, scores, colour, marker))
+        lines.append(MethodLine(label, records, rounds, scores, colour, marker))
     return lines
 
 
@@ -171,7 +171,7 @@ def ended_with(record: RunRecord, last: RoundRecord) -> RunRecord:
     return replace(record, result=replace(record.finished, last=last))
 
 
-def draw(lines: list[Line], theme: Theme) -> Picture:
+def draw_figure(lines: list[MethodLine], theme: Theme) -> Picture:
     base_to_novel = all(is_base_to_novel(r) for x in lines for r in x.records)
     known = [m for m in PLOTTED if any(np.isfinite(x.last(m)[0]) for x in lines)]
     axes = [m for m in (("novel", "base") if base_to_novel else ("G", "P")) if m in known]
@@ -197,7 +197,7 @@ def draw(lines: list[Line], theme: Theme) -> Picture:
     return fig
 
 
-def plot_two_metrics(ax: Axes, lines: list[Line], theme: Theme, up: str = "G", across: str = "P") -> None:
+def plot_two_metrics(ax: Axes, lines: list[MethodLine], theme: Theme, up: str = "G", across: str = "P") -> None:
     """Each method as a point, `up` over `across`. One without a value of `up` (no shared model) is on the lower edge."""
     at = {line.label: (*line.last(across), *line.last(up)) for line in lines}
     both = [x for x in lines if np.isfinite(at[x.label]).all()]
@@ -236,7 +236,7 @@ def plot_two_metrics(ax: Axes, lines: list[Line], theme: Theme, up: str = "G", a
         ax.text(x, y, text, color=line.colour, size=8, weight="bold", ha=ha, va="center", path_effects=outline)
 
 
-def plot_one_metric(ax: Axes, lines: list[Line], metric: str, theme: Theme) -> None:
+def plot_one_metric(ax: Axes, lines: list[MethodLine], metric: str, theme: Theme) -> None:
     """A row per method, for runs with one metric only (no client held out, or nothing shared)."""
     for k, line in enumerate(reversed(lines)):
         value, error = line.last(metric)
@@ -253,7 +253,7 @@ def plot_one_metric(ax: Axes, lines: list[Line], metric: str, theme: Theme) -> N
     ax.set_title(GAIN_TITLE if lines[0].frozen and len(lines) > 1 else "after the last round")
 
 
-def plot_rounds(ax: Axes, lines: list[Line], metric: str, theme: Theme) -> None:
+def plot_rounds(ax: Axes, lines: list[MethodLine], metric: str, theme: Theme) -> None:
     """One metric by round. A method with fewer rounds than others is continued as a dashed line at its last value."""
     shown = [x for x in lines if np.isfinite(x.last(metric)[0])]
     final = max(x.rounds[-1] for x in lines)
@@ -271,21 +271,21 @@ def plot_rounds(ax: Axes, lines: list[Line], metric: str, theme: Theme) -> None:
     ax.grid(axis="y", color=theme.muted, alpha=0.2, lw=0.6)
 
 
-def axis_label(lines: list[Line], metric: str) -> str:
+def axis_label(lines: list[MethodLine], metric: str) -> str:
     return AXIS_LABELS[metric].format(score_name(lines))
 
 
-def score_name(lines: list[Line]) -> str:
+def score_name(lines: list[MethodLine]) -> str:
     """The score that was recorded: accuracy, or Dice for segmentation."""
     return " and ".join(sorted({r.data.metric for x in lines for r in x.records}))
 
 
-def targets(lines: list[Line]) -> set[tuple[str, ...]]:
+def targets(lines: list[MethodLine]) -> set[tuple[str, ...]]:
     """The sets of domains or clients that were held out."""
     return {tuple(r.unseen) for x in lines for r in x.records} - {()}
 
 
-def scores_by_row(lines: list[Line]) -> dict[str, list[float]]:
+def scores_by_row(lines: list[MethodLine]) -> dict[str, list[float]]:
     """Row → a value per line, worst first. A row is a held-out target or, where there is at most one target, a client.
     Empty for one row or more than MOST_ROWS."""
     found: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in lines])
@@ -310,7 +310,7 @@ def scores_by_client(record: RunRecord) -> Scores:
     return out
 
 
-def plot_rows(ax: Axes, lines: list[Line], rows: dict[str, list[float]], theme: Theme) -> None:
+def plot_rows(ax: Axes, lines: list[MethodLine], rows: dict[str, list[float]], theme: Theme) -> None:
     trained = [x for x in lines if not x.frozen]
     for k, line in enumerate(lines):
         rank = 0.0 if line.frozen else (len(trained) - 1) / 2 - trained.index(line)
@@ -328,7 +328,7 @@ def plot_rows(ax: Axes, lines: list[Line], rows: dict[str, list[float]], theme: 
     ax.set_title(f"each {'target' if several else 'client'}{', zero-shot as |' * lines[0].frozen}")
 
 
-def caption(lines: list[Line]) -> str:
+def caption(lines: list[MethodLine]) -> str:
     """Backbone, data, held-out targets, seeds and rounds, and a warning where methods cannot be compared."""
     records = [r for x in lines for r in x.records]
     backbones = ", ".join(sorted({r.backbone.name for r in records}))

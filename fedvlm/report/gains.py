@@ -36,7 +36,7 @@ def gain(ours: dict[int, float], theirs: dict[int, float]) -> Gain | None:
     return Gain(float(each.mean()), error, len(common))
 
 
-def best(rows: dict[str, SeedScores], metric: str) -> str:
+def best_row(rows: dict[str, SeedScores], metric: str) -> str:
     """The row that is better than every other row with this metric; "" where none is."""
     found = {name: scores[metric] for name, scores in rows.items() if scores.get(metric)}
     for name, own in found.items():
@@ -46,17 +46,17 @@ def best(rows: dict[str, SeedScores], metric: str) -> str:
     return ""
 
 
-def compared(rows: dict[str, SeedScores]) -> list[str]:
+def compared_metrics(rows: dict[str, SeedScores]) -> list[str]:
     """The metrics by which methods are compared: the first of these that rows have."""
     known = {m for scores in rows.values() for m, by_seed in scores.items() if by_seed}
     return next((list(metrics) for metrics in (("hm",), ("C",), ("S", "P")) if known & set(metrics)), [])
 
 
-def against(table: Table, base: str = "zero-shot") -> list[str]:
+def against_frozen(table: Table, base: str = "zero-shot") -> list[str]:
     """Whether each method beats the frozen model on C (base-to-novel: on hm; nobody held out: on S and P), in words."""
     frozen, out = table.by_seed.get(base, {}), list[str]()
     for name, own in table.by_seed.items():
-        for metric in compared(table.by_seed):
+        for metric in compared_metrics(table.by_seed):
             found = gain(own.get(metric, {}), frozen.get(metric, {})) if name != base else None
             if found is None:
                 continue

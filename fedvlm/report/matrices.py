@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedvlm.core.records import RunRecord
-from fedvlm.evaluation.protocols import row, target
+from fedvlm.evaluation.protocols import matrix_row, target
 from fedvlm.report.tables import DASH, Groups
 
 MOST_COLUMNS = 24  # of a matrix; wider ones are unreadable and left out
@@ -40,7 +40,7 @@ def matrices(groups: Groups) -> list[Matrix]:
         for held, name in ((held, name) for held in rows for name in names):
             value, held_out = cells.get((held, name), (np.nan, False))
             heat = round(10 * float(np.nan_to_num((value - low) / span)))
-            rows[held].append(Cell(percent(value), heat, held_out))
+            rows[held].append(Cell(percent_cell(value), heat, held_out))
         if 0 < len(names) <= MOST_COLUMNS:
             out.append(Matrix(label, names, rows))
     return out
@@ -50,10 +50,10 @@ def accuracies(records: list[RunRecord]) -> dict[tuple[str, str], tuple[float, b
     """(held-out target, tested domain) → test accuracy as mean over seeds, and whether that domain was held out."""
     cells: dict[tuple[str, str], list[tuple[float, bool]]] = defaultdict(list)
     for record in records:
-        for name, entry in row(record).items():
+        for name, entry in matrix_row(record).items():
             cells[target(record), name].append(entry)
     return {key: (float(np.mean([v for v, _ in found])), found[0][1]) for key, found in cells.items()}
 
 
-def percent(value: float | None) -> str:
+def percent_cell(value: float | None) -> str:
     return DASH if value is None or np.isnan(value) else f"{100 * value:.1f}"

@@ -35,7 +35,7 @@ def histogram(label: str, run: RunFolder, pools: Pools) -> Drawn | None:
         return None
     data = model.tested.data
     inside = sure(model, data.x[torch.from_numpy(test_rows(data))])
-    return drawn(label, inside, sure(model, pool.extras["outsiders"].x))
+    return outsider_chart(label, inside, sure(model, pool.extras["outsiders"].x))
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def sure(model: Finished, x: torch.Tensor) -> np.ndarray:
     return torch.cat(found).double().numpy()
 
 
-def drawn(label: str, inside: np.ndarray, outside: np.ndarray) -> Drawn:
+def outsider_chart(label: str, inside: np.ndarray, outside: np.ndarray) -> Drawn:
     edges = np.linspace(min(inside.min(), outside.min()), max(inside.max(), outside.max()) + 1e-9, BINS + 1)
     shares = {
         name: 100 * np.histogram(v, edges)[0] / len(v) for name, v in (("test images", inside), ("outsiders", outside))

@@ -23,9 +23,9 @@ from fedvlm.report.blocks import blocks
 from fedvlm.report.columns import meanings
 from fedvlm.report.details import Details, Method, details
 from fedvlm.report.effects import Effect, effects
-from fedvlm.report.figures import LIGHT, Line, gather, scores_by_client
-from fedvlm.report.gains import against
-from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent
+from fedvlm.report.figures import LIGHT, MethodLine, gather, scores_by_client
+from fedvlm.report.gains import against_frozen
+from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent_cell
 from fedvlm.report.sent import sent
 from fedvlm.report.snapshot import Snapshot
 from fedvlm.report.tables import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Options:
+class PageOptions:
     """What a page shows beside what the records hold."""
 
     details: bool = False  # predictions on test images (details.py)
@@ -65,14 +65,14 @@ class Options:
         return self.details or self.images
 
 
-DEFAULT = Options()
+DEFAULT = PageOptions()
 
 
-def page(runs: list[RunFolder], path: Path, options: Options = DEFAULT) -> None:
+def page(runs: list[RunFolder], path: Path, options: PageOptions = DEFAULT) -> None:
     files.write(path, html(runs, options))
 
 
-def html(runs: list[RunFolder], options: Options = DEFAULT) -> str:
+def html(runs: list[RunFolder], options: PageOptions = DEFAULT) -> str:
     try:
         import jinja2
         from markupsafe import Markup
@@ -122,7 +122,7 @@ def sealed(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-class Block(NamedTuple):
+class PageBlock(NamedTuple):
     """What the page says of one data set with one backbone."""
 
     title: str
@@ -132,7 +132,7 @@ class Block(NamedTuple):
     any_base_to_novel: bool
     all_base_to_novel: bool
     verdicts: list[str]
-    legend: list[charts.Entry]
+    legend: list[charts.LegendEntry]
     charts: dict[str, list[Drawn]]  # by heading
     numbers: list[dict[str, str]]  # of the curves
     clients: list[dict[str, str]]
@@ -152,43 +152,43 @@ class Look(NamedTuple):
     outsiders: list[Drawn]
 
 
-def block(title: str, runs: Sequence[RunFolder], options: Options = DEFAULT) -> Block:
+def block(title: str, runs: Sequence[RunFolder], options: PageOptions = DEFAULT) -> PageBlock:
     runs = list(runs)
     groups, table, lines = grouped(runs), summarise(runs), gather(runs, LIGHT)
     base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
-    return Block(
+    return PageBlock(
         title=title,
-        facts=facts(groups),
+        facts=run_facts(groups),
         table=table,
         notes=[note for note in table.notes if note not in definitions(groups)],
         any_base_to_novel=any(base_to_novel),
         all_base_to_novel=all(base_to_novel),
-        verdicts=against(table),
+        verdicts=against_frozen(table),
         legend=charts.legend(lines),
-        charts=charts.compared(runs, lines),
-        numbers=charts.numbers(lines, charts.megabytes(runs, lines)),
-        clients=by_client(lines),
+        charts=charts.comparison_charts(runs, lines),
+        numbers=charts.curve_table(lines, charts.megabytes(runs, lines)),
+        clients=table_of_clients(lines),
         matrices=matrices(groups),
-        traffic=[traffic(label, records) for label, records in groups.items()],
+        traffic=[bytes_sent(label, records) for label, records in groups.items()],
         acted=[line for r in runs for line in acted(r)],
         sent=[line for r in runs for line in sent(r)],
-        runs=listing(runs),
+        runs=listed_runs(runs),
         look=look(runs, lines, options) if options.looks else None,
     )
 
 
-def look(runs: list[RunFolder], lines: list[Line], options: Options) -> Look:
+def look(runs: list[RunFolder], lines: list[MethodLine], options: PageOptions) -> Look:
     folders = {r.record.identity: r for r in runs}
     said = {x.label: [a for r in x.records if (a := answers(folders[r.identity]))] for x in lines}
     methods = [(k, x.label, said[x.label]) for k, x in indexed(lines)]
     return Look(
         details(methods, options.tsne) if options.details else None,
-        examples(methods, folders) if options.images else [],
-        outsiders(lines, folders) if options.details else [],
+        images_of_runs(methods, folders) if options.images else [],
+        outsider_charts(lines, folders) if options.details else [],
     )
 
 
-def outsiders(lines: list[Line], folders: dict[str, RunFolder]) -> list[Drawn]:
+def outsider_charts(lines: list[MethodLine], folders: dict[str, RunFolder]) -> list[Drawn]:
     """The confidence on outsiders in the first run of each method."""
     asked = [(x.label, folders[x.records[0].identity]) for x in lines if x.records[0].config.get("outsiders")]
     if not asked:
@@ -200,7 +200,7 @@ def outsiders(lines: list[Line], folders: dict[str, RunFolder]) -> list[Drawn]:
     return [found for label, run in asked if (found := histogram(label, run, pools))]
 
 
-def examples(methods: list[Method], folders: dict[str, RunFolder]) -> list[Shown]:
+def images_of_runs(methods: list[Method], folders: dict[str, RunFolder]) -> list[Shown]:
     """Example images of the first run of each method that trains."""
     from fedvlm.data.pool import Pools  # late: torch, and only --images needs it
     from fedvlm.report.examples import MOST_CLIENTS, MOST_IMAGES, PER_CLIENT, partner, shown, source_of
@@ -216,7 +216,7 @@ def examples(methods: list[Method], folders: dict[str, RunFolder]) -> list[Shown
     return out
 
 
-def by_client(lines: list[Line]) -> list[dict[str, str]]:
+def table_of_clients(lines: list[MethodLine]) -> list[dict[str, str]]:
     """Test score of each client by method, mean over runs: the shared model's where it was held out, else its own."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
@@ -224,12 +224,12 @@ def by_client(lines: list[Line]) -> list[dict[str, str]]:
             if value is not None:
                 found[name][line.label].append(value)
     return [
-        {"client": name} | {x.label: percent(float(np.mean(v[x.label])) if v[x.label] else None) for x in lines}
+        {"client": name} | {x.label: percent_cell(float(np.mean(v[x.label])) if v[x.label] else None) for x in lines}
         for name, v in sorted(found.items())
     ]
 
 
-def facts(groups: Groups) -> dict[str, str]:
+def run_facts(groups: Groups) -> dict[str, str]:
     """What was run, by heading, and the keys of the protocol that do not have their defaults."""
     records = [r for group in groups.values() for r in group]
     data = [r.data for r in records]
@@ -274,7 +274,7 @@ def distinct(values: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(map(str, values)))
 
 
-def traffic(label: str, records: list[RunRecord]) -> dict[str, str]:
+def bytes_sent(label: str, records: list[RunRecord]) -> dict[str, str]:
     """Bytes sent in training, all clients together; evaluation is not counted."""
     results = [r.finished for r in records]
     line = {"method": label, "clients per round": distinct(r.last.get("asked", DASH) for r in results)}
@@ -285,7 +285,7 @@ def traffic(label: str, records: list[RunRecord]) -> dict[str, str]:
     return line
 
 
-def listing(runs: list[RunFolder]) -> list[dict[str, str]]:
+def listed_runs(runs: list[RunFolder]) -> list[dict[str, str]]:
     """The finished runs, each with the settings that are not the same for all of them."""
     finished = [(r.folder.name, record) for r in runs if (record := r.record).result is not None]
     by_run = [settings(record) for _, record in finished]
@@ -299,6 +299,6 @@ def listing(runs: list[RunFolder]) -> list[dict[str, str]]:
         line = {"folder": name, "method": method, "held out": held, "seed": str(record.seed)}
         last = record.finished.last
         found = {m: value_of(last, m) for m in metrics} | {"S": last.get("shared", {}).get("test")}
-        line |= {m: percent(found[m]) for m in metrics}
+        line |= {m: percent_cell(found[m]) for m in metrics}
         out.append(line | {"settings that differ": differing or DASH})
     return out

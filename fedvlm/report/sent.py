@@ -18,10 +18,10 @@ def sent(run: RunFolder) -> list[dict[str, str]]:
     found: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in entries(path):
         found[entry.site, entry.step].append(entry)
-    return [row(run, site, step, lines) for (site, step), lines in sorted(found.items())]
+    return [sent_row(run, site, step, lines) for (site, step), lines in sorted(found.items())]
 
 
-def row(run: RunFolder, site: str, step: str, lines: list[Entry]) -> dict[str, str]:
+def sent_row(run: RunFolder, site: str, step: str, lines: list[Entry]) -> dict[str, str]:
     named = {t.name: f"{t.name}[{'×'.join(map(str, t.shape))}]" for e in lines for t in e.tensors}
     more = len(named) - SHOWN
     marks = [mark for mark in ("clipped", "noised", "masked") if all(getattr(e, mark) for e in lines)]

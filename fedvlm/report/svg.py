@@ -40,14 +40,14 @@ class Scale:
 
     def ticks(self) -> list[tuple[float, str]]:
         if not self.log:
-            return [(v, f"{v:g}") for v in steps(self.low, self.high)]
+            return [(v, f"{v:g}") for v in round_steps(self.low, self.high)]
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         parts = (1,) if len(powers) > 4 else (1, 2, 5)
         inside = [m * 10.0**k for k in powers for m in parts if max(self.low, self.first) <= m * 10.0**k <= self.high]
         return [(v, f"{v:g}") for v in inside[:: max(1, len(inside) // 4)]]
 
 
-def steps(low: float, high: float, most: int = 6) -> list[float]:
+def round_steps(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers between low and high."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -56,7 +56,7 @@ def steps(low: float, high: float, most: int = 6) -> list[float]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def linear(values: Sequence[float], start: float, end: float, margin: float = 0.08) -> Scale:
+def to_scale(values: Sequence[float], start: float, end: float, margin: float = 0.08) -> Scale:
     low, high = bounds(values)
     pad = (high - low) * margin
     return Scale(low - pad, high + pad, start, end)
@@ -112,7 +112,7 @@ class Chart:
             self.add("path", d="M" + "L".join(f"{self.x(a):g} {self.y(b):g}" for a, b in edge) + "Z", cls="band")
 
     def marker(self, method: int, x: float, y: float, tip: str, frozen: bool = False) -> None:
-        self.add("path", tip, d=outline(method, frozen, self.x(x), self.y(y)), cls="mark")
+        self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls="mark")
 
     def holds(self, x: float, y: float) -> bool:
         """Whether a point is inside the axes."""
@@ -161,17 +161,17 @@ def chart(
     room: float = 0,
 ) -> Chart:
     """Empty axes on which these values fit, with so much room at the right."""
-    x = (logarithmic if log_x else linear)(xs, LEFT, WIDTH - RIGHT - room)
-    return Chart(name, x, (logarithmic if log_y else linear)(ys, HEIGHT - BOTTOM, TOP), x_label)
+    x = (logarithmic if log_x else to_scale)(xs, LEFT, WIDTH - RIGHT - room)
+    return Chart(name, x, (logarithmic if log_y else to_scale)(ys, HEIGHT - BOTTOM, TOP), x_label)
 
 
 def element(tag: str, tip: str = "", text: str = "", cls: str = "", **attributes: float | str) -> str:
     pairs = {"class": cls.strip(), "data-tip": tip} | {k.replace("_", "-"): v for k, v in attributes.items()}
-    written = "".join(f' {k}="{escape(number(v))}"' for k, v in pairs.items() if v != "")
+    written = "".join(f' {k}="{escape(svg_number(v))}"' for k, v in pairs.items() if v != "")
     return f"<{tag}{written}>{escape(text)}</{tag}>" if text else f"<{tag}{written}/>"
 
 
-def number(value: object) -> str:
+def svg_number(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -190,12 +190,12 @@ def thinned(points: Sequence[T], most: int) -> list[T]:
     return [points[int(k)] for k in np.unique(np.linspace(0, len(points) - 1, most).round())]
 
 
-def outline(method: int, frozen: bool, x: float, y: float) -> str:
+def marker(method: int, frozen: bool, x: float, y: float) -> str:
     """The path of a method's marker."""
-    return drawn("diamond" if frozen else SHAPES[method % len(SHAPES)], x, y)
+    return shape_path("diamond" if frozen else SHAPES[method % len(SHAPES)], x, y)
 
 
-def drawn(shape: str, x: float, y: float, r: float = 5) -> str:
+def shape_path(shape: str, x: float, y: float, r: float = 5) -> str:
     """The path of a shape."""
     outlines: dict[str, list[tuple[float, float]]] = {
         "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],

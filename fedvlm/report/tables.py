@@ -15,7 +15,7 @@ from fedvlm.config.config import POOL, POOLED, TRAINING, binding
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
-from fedvlm.report.gains import best
+from fedvlm.report.gains import best_row
 from fedvlm.system.formatting import counted
 from fedvlm.system.table import SeedScores, Table
 from fedvlm.training.folder import RunFolder
@@ -54,7 +54,7 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     if fair:
         check_one_rule(rules)
     values = {
-        name: scores(g, select) | shared_novel(g, select) | fairness(g, select) | costs(g) | published(g)
+        name: scores(g, select) | shared_novel(g, select) | fairness_columns(g, select) | costs(g) | published_values(g)
         for name, g in groups.items()
     }
     known = {"method", *(key for row in values.values() for key in row)}
@@ -79,11 +79,11 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
     each = {name: seed_scores(groups[name], select) for name in comparable(groups, rules)}
     ranked = {} if unlike else each
-    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best(ranked, m))}
+    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best_row(ranked, m))}
     return Table(
         columns,
         [format_row(name, row, list(further.values())) for name, row in values.items()],
-        notes(groups, select, has_published, further, unlike) + best_note(columns, bold, ranked),
+        table_notes(groups, select, has_published, further, unlike) + best_note(columns, bold, ranked),
         [{"method": name, **row} for name, row in values.items()],
         each,
         bold,
@@ -134,7 +134,7 @@ def shared_novel(records: list[RunRecord], select: Select) -> Numbers:
     return {f"shared_{m}": percent(mean_if_complete([v.get(m) for v in views])) for m in NOVEL}
 
 
-def fairness(records: list[RunRecord], select: Select) -> Numbers:
+def fairness_columns(records: list[RunRecord], select: Select) -> Numbers:
     """The worst and best tenth of the clients, robustness (all in percent), and the variance over clients of the
     generalisation gap; means over runs, None where a run did not record it."""
     results = [r.finished for r in records]
@@ -183,7 +183,7 @@ def costs(records: list[RunRecord]) -> Numbers:
     }
 
 
-def published(records: list[RunRecord]) -> Numbers:
+def published_values(records: list[RunRecord]) -> Numbers:
     """What the method's paper reports for this data set, in percent; empty where it reports nothing."""
     metrics = MEASURES if is_base_to_novel(records[0]) else METRICS
     numbers = {m: n for m, n in records[0].published.items() if m in metrics}
@@ -376,7 +376,7 @@ def plus_minus(mean: Number, std: Number) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
-def notes(
+def table_notes(
     groups: Groups, select: Select, has_published: bool, further: dict[str, str], unlike: Sequence[str] = ()
 ) -> list[str]:
     """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are; further
@@ -423,7 +423,8 @@ def notes(
                 "seeds have"
             )
         out += [
-            f"{name}: {text}" for text in (*far_below(group, select), *incidents(group, select), *privacy_lines(group))
+            f"{name}: {text}"
+            for text in (*far_below_notes(group, select), *incidents(group, select), *privacy_lines(group))
         ]
     if has_published:
         sources = sorted({str(r.published["source"]) for r in records if "source" in r.published})
@@ -451,7 +452,7 @@ def definitions(groups: Groups) -> list[str]:
     return [*out, f"MB up/round: {COSTS}"]
 
 
-def far_below(records: list[RunRecord], select: Select) -> list[str]:
+def far_below_notes(records: list[RunRecord], select: Select) -> list[str]:
     """A warning where the shared model, which `predict` uses, is much worse than the personal models."""
     found = scores(records, select)
     shared, personal = found["S"], found["P"]

@@ -14,7 +14,7 @@ from fedvlm.system.table import Table
 
 def write_csv(tables: Mapping[str, Table], path: Path) -> None:
     """One file; of several tables the first column says which one a row is of."""
-    names = ["method", *dict.fromkeys(name for table in tables.values() for name in columns(table))]
+    names = ["method", *dict.fromkeys(name for table in tables.values() for name in written_columns(table))]
     first = ["data"] if len(tables) > 1 else []
     out = io.StringIO()
     writer = csv.DictWriter(out, [*first, *names], extrasaction="ignore")
@@ -25,7 +25,7 @@ def write_csv(tables: Mapping[str, Table], path: Path) -> None:
     files.write(path, out.getvalue())
 
 
-def columns(table: Table) -> list[str]:
+def written_columns(table: Table) -> list[str]:
     metrics = [m for group in PROTOCOL_METRICS if set(group) & set(table.columns) for m in group]
     names = [*metrics, *(f"{m}_std" for m in metrics), "seeds", "runs", "up_mb", "down_mb"]
     names += ["shared", "private", "seconds", *TENTHS, "gap_variance"]

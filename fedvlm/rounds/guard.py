@@ -65,7 +65,7 @@ class Guard:
         return sorted(i for i, n in self.offences.items() if n >= OFFENCES)
 
     def schema(self, step: str) -> Schema:
-        return steps.find(step).schema(self.method, self.extras)
+        return steps.step_of(step).schema(self.method, self.extras)
 
     def offence(self, client: int, round: int, reason: str) -> None:
         self.reasons[client] = printable(reason, TEXT)
@@ -137,7 +137,7 @@ class Guard:
         lengths, found = update_lengths(reply, schema, sent), list[Offence]()
         if not lengths.isfinite().all():
             for name, value in reply.shared.items():
-                found += told(ids, ~finite(value), f"sent {name} with numbers that are not finite")
+                found += told(ids, ~finite_clients(value), f"sent {name} with numbers that are not finite")
         for name, value in reply.shared.items():
             if name.endswith("running_var"):
                 found += told(ids, (value.flatten(1) < 0).any(1), f"sent {name}, a variance, below zero")
@@ -148,7 +148,7 @@ class Guard:
                 found += told(ids, too_long, f"sent more {name} than the examples it declared")
             wrong = out_of_range(value, field, declared)
             if wrong.any():
-                found += told(ids, ~finite(value), f"sent {name} with numbers that are not finite")
+                found += told(ids, ~finite_clients(value), f"sent {name} with numbers that are not finite")
                 found += told(ids, wrong, f"sent {name} out of its range")
         return found, lengths
 
@@ -292,7 +292,7 @@ def excess(one: Measured, median: Tensor) -> Tensor:
     return (one.lengths / median).nan_to_num(0.0).amax(1)  # 0/0: nobody moved
 
 
-def finite(value: Tensor) -> Tensor:
+def finite_clients(value: Tensor) -> Tensor:
     """Mask of clients whose values are all finite, [clients]."""
     return value.reshape(len(value), -1).isfinite().all(1)
 

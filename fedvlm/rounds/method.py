@@ -16,10 +16,10 @@ from fedvlm.core.cohort import Cohort
 from fedvlm.core.copies import COPY
 from fedvlm.core.data import Data
 from fedvlm.core.local import Local
-from fedvlm.core.merge import Merge
+from fedvlm.core.merge import Merge, any_device
 from fedvlm.core.metric import Metric
 from fedvlm.core.model import Model
-from fedvlm.core.schema import VALIDATION, Field, Fields
+from fedvlm.core.schema import Field, Fields
 from fedvlm.core.state import EFFECT, Message, Params, State, with_client_axis
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.metrics.auroc import Auroc
@@ -29,7 +29,6 @@ from fedvlm.parts.metrics.loss import Loss
 from fedvlm.parts.metrics.score import Score
 from fedvlm.privacy.mechanism import Privacy
 
-GAPS = ("before", "after")  # validation loss before and after training, where the merge requires them
 RESERVED = (COPY, PREPARED)  # prefixes of names in private rows and of prepared parameters
 METRICS: dict[str, Metric] = {
     "score": Score(),
@@ -66,7 +65,7 @@ class Method:
         privacy: Privacy | None = None,
     ) -> Method:
         """The method, or an error that says why these parts do not work together."""
-        check_parts(adapter, local, merge, task)
+        check_combination(adapter, local, merge, task)
         params = adapter.init(task, seed)
         adapter = with_private_names(adapter, params)
         check_parameters(adapter, merge, params)
@@ -106,8 +105,8 @@ class Method:
 
     @property
     def merges_anywhere(self) -> bool:
-        """Whether the merge works on shared parameters on a GPU; a subclass of one that does may not."""
-        return self.privacy is None and vars(type(self.merge)).get("any_device", False)
+        """Whether the merge works on shared parameters on a GPU."""
+        return self.privacy is None and any_device.is_on(type(self.merge).round)
 
     @cached_property
     def views(self) -> tuple[str, ...]:
@@ -116,8 +115,9 @@ class Method:
     @cached_property
     def uploads(self) -> Fields:
         """What goes up in training beside the shared parameters."""
-        gaps: Fields = {n: VALIDATION for n in GAPS if n in self.merge.requires}
-        found = self.local.uploads(self.task, self.initial) | self.merge.uploads(self.task) | gaps
+        found = self.local.uploads(self.task, self.initial) | self.merge.uploads(self.task)
+        for observer in self.merge.observers:
+            found |= observer.uploads
         if self.privacy:
             found |= self.privacy.uploads
         else:  # what training did to a client is about its data
@@ -176,22 +176,29 @@ class Method:
 
     def init(self, clients: int) -> State:
         start = self.merge.init(self.model, clients, self.seed)
-        server = start.server | (self.privacy.server_state() if self.privacy else {})
+        server: Params = {}
+        for observer in self.merge.observers:
+            server |= observer.init(clients)
+        server |= start.server | (self.privacy.server_state() if self.privacy else {})
         return State(dict(self.initial), dict(self.newcomer), server, start.task)
 
     def round(self, state: State, cohort: Cohort) -> State:
         if self.privacy and self.privacy.level == "client":
             return self.privacy.round(self.merge, self.model, state, cohort)
+        cohort.observers = tuple(observer(state) for observer in self.merge.observers)
         after = self.merge.round(self.model, state, cohort)
+        for observer in cohort.observers:
+            cohort.notes |= observer.notes()
+            after = after._replace(server=after.server | observer.kept)
         if self.privacy:
             cohort.notes.pop("loss", None)  # it stays with the clients
         return after
 
 
-def check_parts(adapter: Adapter, local: Local, merge: Merge, task: Task) -> None:
+def check_combination(adapter: Adapter, local: Local, merge: Merge, task: Task) -> None:
     """An error where these parts do not work together."""
     uploads = local.uploads(task, {})
-    missing = [n for n in merge.requires if n not in (*uploads, *GAPS, *merge.uploads(task))]
+    missing = [n for n in merge.requires if n not in (*uploads, *merge.uploads(task))]
     if missing:
         raise FedvlmError(
             f"merge={name_of(merge)} needs uploads named {', '.join(missing)}, and local={name_of(local)} sends "

@@ -13,7 +13,7 @@ from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.errors import FedvlmError
 from fedvlm.report.tables import FROZEN, check_one_rule, fair_keys
 from fedvlm.system.interrupts import shell_line
-from fedvlm.training.folder import find
+from fedvlm.training.folder import find_runs
 from fedvlm.training.planning import LEAVE_ONE_OUT, check_parts, checked
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def trains_nothing(setup: Setup) -> bool:
 def next_steps(runs: Runs) -> list[str]:
     """The place of the runs, and a command each for a page, a table and predictions."""
     root = runs[0].folder.parent
-    others = len(find([str(root)])) > len({r.folder for r in runs})
+    others = len(find_runs([str(root)])) > len({r.folder for r in runs})
     trained = [r for r in runs if r.record.method.name != FROZEN] or list(runs)
     commands = [["report", str(root)], ["compare", str(root), "--csv", "table.csv"]]
     commands += [["predict", str(trained[-1].folder), "IMAGE"]]
@@ -68,7 +68,7 @@ def next_steps(runs: Runs) -> list[str]:
     return [where, *("next: " + shell_line(["fedvlm", *words]) for words in commands)]
 
 
-def folder_of(setup: Setup) -> Path:
+def bench_folder(setup: Setup) -> Path:
     """The folder that holds the runs of a bench."""
     from fedvlm.system.machine import runs_home
 

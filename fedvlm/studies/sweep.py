@@ -24,7 +24,7 @@ from fedvlm.core.records import Value
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.views import selection
 from fedvlm.report.tables import format_value
-from fedvlm.studies.comparison import folder_of, trains_nothing
+from fedvlm.studies.comparison import bench_folder, trains_nothing
 from fedvlm.system import console
 from fedvlm.training.folder import SWEEP, RunFolder
 from fedvlm.training.planned_run import PlannedRun
@@ -121,7 +121,7 @@ class Sweep:
     def chosen(self) -> tuple[list[Setup], list[str]]:
         """The setups with the values that validation chose, and the notes for their table."""
         setups, search = self.setups, self.search
-        own = [Search() if trains_nothing(s) else search.of(keys_of(s)) for s in setups]
+        own = [Search() if trains_nothing(s) else search.of(keys_to_sweep(s)) for s in setups]
         if not any(own):
             raise FedvlmError(f"none of these methods has {', '.join(f'{k}=' for k in search.axes)}")
         for setup, one in zip(setups, own, strict=True):
@@ -152,7 +152,7 @@ class Sweep:
         """The finished runs of each setup on its first seed; a run that failed is missing."""
         planned = []
         for setup in setups:
-            one = setup.with_(seeds=(first_seed(setup),), out=str(folder_of(setup) / SWEEP))
+            one = setup.with_(seeds=(first_seed(setup),), out=str(bench_folder(setup) / SWEEP))
             planned.append(self.planned(one))
         try:
             finished = api.execute([p for part in planned for p in part], setups[0].config.jobs).files
@@ -170,12 +170,12 @@ class Sweep:
         """Copies the runs of the chosen setting to where those of all seeds go, so that they are recognised there."""
         places = {p.folder.name for p in self.planned(choice.setup)}
         for run in choice.runs:
-            target = folder_of(choice.setup) / run.folder.name
+            target = bench_folder(choice.setup) / run.folder.name
             if run.folder.name in places and not target.exists():
                 shutil.copytree(run.folder, target, ignore=shutil.ignore_patterns(".lock"))
 
 
-def keys_of(setup: Setup) -> dict[str, Key]:
+def keys_to_sweep(setup: Setup) -> dict[str, Key]:
     unused = unused_keys(setup)
     found = swept_keys(setup.method.path or setup.method.name, setup.given)
     return {k: v for k, v in found.items() if k.removeprefix("local.") not in unused}

@@ -36,10 +36,10 @@ def allow(need: Need) -> None:
     if need.mark and not known(need):
         _given.add(need.file)
         with contextlib.suppress(FedvlmError):  # the cache cannot be written
-            files.write(memory() / need.file, f"{need.does} {need.what}\n", private=True)
+            files.write(memory_folder() / need.file, f"{need.does} {need.what}\n", private=True)
 
 
-def memory() -> Path:
+def memory_folder() -> Path:
     return cache_home() / "trusted"
 
 
@@ -51,7 +51,7 @@ def known(need: Need) -> bool:
         return True
     user = getattr(os, "getuid", None)  # not on Windows
     with contextlib.suppress(OSError):
-        found = (memory() / need.file).stat()
+        found = (memory_folder() / need.file).stat()
         return user is None or found.st_uid == user()  # a cache may be shared
     return need.file in _given
 

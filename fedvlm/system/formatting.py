@@ -26,3 +26,7 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{round(seconds / 60)} min"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if minutes and hours < 10 else f"{round(seconds / 3600)} h"
+
+
+def six_digits(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedvlm.towers.layers import Affine, Layer, affine_of
-from fedvlm.towers.products import frozen
+from fedvlm.towers.layers import Affine, TowerLayer, affine_of
+from fedvlm.towers.products import frozen_product
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers
 
@@ -35,7 +35,7 @@ class FrozenLayer:
 
     def __init__(
         self,
-        layer: Layer,
+        layer: TowerLayer,
         heads: int,
         eps: float,
         activation: Callable[[Tensor], Tensor],
@@ -47,11 +47,11 @@ class FrozenLayer:
         self.read, self.causal, width = read, causal and read is None, len(layer.norm1[0])
         (weight, bias), few = layer.qkv, 1 if read else positions
         if read is None:
-            self.qkv = frozen(weight, bias, positions)
+            self.qkv = frozen_product(weight, bias, positions)
         else:
-            self.query = frozen(weight[:width], bias[:width], few)
-            self.key_value = frozen(weight[width:], bias[width:], positions)
-        self.out, self.fc1, self.fc2 = (frozen(*affine, few) for affine in (layer.out, layer.fc1, layer.fc2))
+            self.query = frozen_product(weight[:width], bias[:width], few)
+            self.key_value = frozen_product(weight[width:], bias[width:], positions)
+        self.out, self.fc1, self.fc2 = (frozen_product(*affine, few) for affine in (layer.out, layer.fc1, layer.fc2))
 
     def __call__(self, each: list[Tensor]) -> list[Tensor]:
         """Each image or text by itself; a weight is used for all before the next one, so that it stays in the cache."""
@@ -90,7 +90,7 @@ class FrozenImages:
         patch, self.position = given.patch_embedding, given.position_embedding.weight.detach()
         self.tower, self.patch = tower, patch.kernel_size[0]
         bias = None if patch.bias is None else patch.bias.detach()
-        self.embed = frozen(patch.weight.detach().flatten(1), bias, len(self.position))
+        self.embed = frozen_product(patch.weight.detach().flatten(1), bias, len(self.position))
         self.class_token = given.class_embedding.detach()[None] if hasattr(given, "class_embedding") else None
         # transformers spells it so
         before = getattr(vision, "pre_layrnorm", None)
@@ -108,9 +108,9 @@ class FrozenImages:
     @cached_property
     def project(self) -> Callable[[Tensor], Tensor]:
         assert self.tower.projection is not None
-        return frozen(self.tower.projection, None, 1)
+        return frozen_product(self.tower.projection, None, 1)
 
-    def _layer(self, layer: Layer, read: slice | None = None) -> FrozenLayer:
+    def _layer(self, layer: TowerLayer, read: slice | None = None) -> FrozenLayer:
         tower = self.tower
         return FrozenLayer(layer, tower.heads, tower.eps, tower.activation, len(self.position), read=read)
 
@@ -152,9 +152,9 @@ class FrozenTexts:
     def __init__(self, tower: TextTower):
         self.tower = tower
         self.layers = [self._layer(layer) for layer in tower.layers[:-1]] + [self._layer(tower.layers[-1], LAST)]
-        self.project = frozen(tower.projection, tower.bias, 1)
+        self.project = frozen_product(tower.projection, tower.bias, 1)
 
-    def _layer(self, layer: Layer, read: slice | None = None) -> FrozenLayer:
+    def _layer(self, layer: TowerLayer, read: slice | None = None) -> FrozenLayer:
         tower = self.tower
         return FrozenLayer(layer, tower.heads, tower.eps, tower.activation, len(tower.position), tower.causal, read)
 

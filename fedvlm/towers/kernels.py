@@ -49,17 +49,17 @@ def probe(device: str = "cuda") -> None:
         past, ones = (
             torch.zeros(*shape, device=device, dtype=ATTENTION_DTYPES[0]) for shape in ((1, 1, 2, 1, 1, 16), (16,))
         )
-        torch.autograd.grad(add_and_norm(attend(qkv, past), None, ones, ones, 1e-5)[1].sum(), qkv)
+        torch.autograd.grad(fused_add_and_norm(fused_attend(qkv, past), None, ones, ones, 1e-5)[1].sum(), qkv)
 
 
 def supports(x: Tensor, past: Tensor) -> bool:
-    """Whether `attend` can be used, and is fast, for x [clients, rows, positions, …] behind this past."""
+    """Whether `fused_attend` can be used, and is fast, for x [clients, rows, positions, …] behind this past."""
     return (
         x.dtype in ATTENTION_DTYPES and x.shape[2] <= TILE and past.shape[-2] <= TILE and past.shape[-1] in HEAD_SIZES
     )
 
 
-def attend(qkv: Tensor, past: Tensor) -> Tensor:
+def fused_attend(qkv: Tensor, past: Tensor) -> Tensor:
     """Causal attention, [clients, rows, positions, width].
 
     qkv [clients or 1, rows, positions, 3 × width]: queries, keys and values. past [clients or 1, 1, 2, heads, past
@@ -227,7 +227,9 @@ def _attention_backward(
         tl.store(to + HEADS * past_length * SIZE, grad_past_value, mask=b < past_length)
 
 
-def add_and_norm(x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def fused_add_and_norm(
+    x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """x + update (None: x alone), and its layer norm."""
     if update is not None and update.shape != x.shape:
         x, update = x + update, None

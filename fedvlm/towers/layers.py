@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
-from fedvlm.towers.products import linear
+from fedvlm.towers.products import plain_linear
 
 if TYPE_CHECKING:
     from transformers.models.clip.modeling_clip import CLIPEncoder, CLIPEncoderLayer
@@ -36,7 +36,7 @@ Change = Mapping[str, LowRankPair]  # low-rank changes of one layer, by projecti
 Beside = Callable[[int, Tensor], Tensor]
 
 
-class Layer(NamedTuple):
+class TowerLayer(NamedTuple):
     norm1: Affine
     qkv: Affine
     out: Affine
@@ -44,8 +44,8 @@ class Layer(NamedTuple):
     fc1: Affine
     fc2: Affine
 
-    def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Layer:
-        return Layer(*(affine_to(affine, dtype, device) for affine in self))
+    def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> TowerLayer:
+        return TowerLayer(*(affine_to(affine, dtype, device) for affine in self))
 
 
 def affine_to(affine: Affine, dtype: torch.dtype | None, device: torch.device | str | None) -> Affine:
@@ -64,15 +64,15 @@ def affine_of(*modules: nn.Linear | nn.LayerNorm) -> Affine:
     return (torch.cat(weights), torch.cat(biases)) if len(modules) > 1 else (weights[0], biases[0])
 
 
-def layers_of(encoder: CLIPEncoder) -> tuple[Layer, ...]:
+def layers_of(encoder: CLIPEncoder) -> tuple[TowerLayer, ...]:
     """The layers of a Hugging Face CLIP encoder. Weights are shared with it, except that query, key and value are
     concatenated and, with some activations (see `fast_activation`), fc₁ and fc₂ are rescaled."""
     return tuple(_layer_of(cast("CLIPEncoderLayer", block)) for block in encoder.layers)
 
 
-def _layer_of(block: CLIPEncoderLayer) -> Layer:
+def _layer_of(block: CLIPEncoderLayer) -> TowerLayer:
     attention, mlp, factor = block.self_attn, block.mlp, fast_activation(block.mlp.activation_fn)[1]
-    return Layer(
+    return TowerLayer(
         affine_of(block.layer_norm1),
         affine_of(attention.q_proj, attention.k_proj, attention.v_proj),
         affine_of(attention.out_proj),
@@ -98,7 +98,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 def add_and_norm(x: Tensor, update: Tensor | None, norm: Affine, eps: float) -> tuple[Tensor, Tensor]:
     """x + update (None: x alone), and its layer norm, whose statistics have at least float32 precision."""
     if fast := kernels(x):
-        return fast.add_and_norm(x, update, *norm, eps)
+        return fast.fused_add_and_norm(x, update, *norm, eps)
     x = x if update is None else x + update
     return x, F.layer_norm(x, x.shape[-1:], *norm, eps)
 
@@ -112,9 +112,9 @@ class Kernels(Protocol):
 
     def supports(self, x: Tensor, past: Tensor) -> bool: ...
 
-    def attend(self, qkv: Tensor, past: Tensor) -> Tensor: ...
+    def fused_attend(self, qkv: Tensor, past: Tensor) -> Tensor: ...
 
-    def add_and_norm(
+    def fused_add_and_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -170,7 +170,7 @@ def project(x: Tensor, affine: Affine, change: Change, *projections: str) -> Ten
     the frozen weights of these projections, concatenated."""
     pairs = [change[p] for p in projections if p in change]
     if not pairs:
-        return linear(x, *affine)
+        return plain_linear(x, *affine)
     down = torch.cat([a for a, _ in pairs], 1)
     if x.is_cuda:  # pad the rank to a multiple of 8 for tensor cores
         down = F.pad(down, (0, 0, 0, -down.shape[1] % 8))
@@ -187,7 +187,7 @@ class LowRankContext(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
 
 
-class LowRank(torch.autograd.Function):
+class LowRankProduct(torch.autograd.Function):
     """x Wᵀ + b + (x Aᵀ) Bᵀ per client, W and b frozen. Written by hand to save passes over tensors of the size of x:
     the low-rank term is added in place to the output, and to the gradient of x."""
 
@@ -195,7 +195,7 @@ class LowRank(torch.autograd.Function):
     def forward(ctx: LowRankContext, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
         inner = x.flatten(1, 2) @ down.mT
         ctx.save_for_backward(x, weight, down, up, inner)
-        out = add_product(linear(x, weight, bias).flatten(1, 2), inner, up.mT)
+        out = add_product(plain_linear(x, weight, bias).flatten(1, 2), inner, up.mT)
         return torch.unflatten(out, 1, x.shape[1:3])
 
     @staticmethod
@@ -208,12 +208,12 @@ class LowRank(torch.autograd.Function):
         grad_up = transposed_product(grad_out, torch.unflatten(inner, 1, rows)).sum_to_size(up.shape)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            flat = add_product(linear(grad_out, weight.mT).flatten(1, 2), grad_inner, down)
+            flat = add_product(plain_linear(grad_out, weight.mT).flatten(1, 2), grad_inner, down)
             grad_x = torch.unflatten(flat, 1, rows).sum_to_size(x.shape)
         return grad_x, None, None, grad_down, grad_up
 
 
-low_rank: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = LowRank.apply
+low_rank: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = LowRankProduct.apply
 
 
 def add_product(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ The operator is torch's own but not documented: without it, or where it fails, `
 
     y = linear(x, weight, bias)              in place of F.linear
     product = frozen(weight, bias, rows)     y = product(x) for a weight that stays, and x of about so many rows
-    with fast_linear(x): …                   in which modules' own calls of F.linear are made by `linear`
+    with fast_linear(x): …                   in which modules' own calls of F.linear are made by `plain_linear`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEW = 128  # rows up to which a frozen weight is kept in oneDNN's own layout, wh
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or x.numel() <= x.shape[-1]:
         return F.linear(x, weight, bias)
@@ -46,7 +46,7 @@ class LinearContext(FunctionCtx):
     needs_input_grad: tuple[bool, ...]
 
 
-class Linear(torch.autograd.Function):
+class LinearProduct(torch.autograd.Function):
     """The gradients are products, too, and can be differentiated again."""
 
     @staticmethod
@@ -61,13 +61,13 @@ class Linear(torch.autograd.Function):
         (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
         rows = grad.flatten(0, -2)
         return (
-            linear(grad, weight.mT) if of_x else None,
-            linear(rows.mT, x.flatten(0, -2).mT) if of_weight else None,
+            plain_linear(grad, weight.mT) if of_x else None,
+            plain_linear(rows.mT, x.flatten(0, -2).mT) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )
 
 
-with_gradient: Product = Linear.apply
+with_gradient: Product = LinearProduct.apply
 
 
 class FastLinear(TorchFunctionMode):
@@ -75,17 +75,17 @@ class FastLinear(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.linear:
-            return linear(*args, **(kwargs or {}))
+            return plain_linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def fast_linear(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which modules, given such input, call `linear` in place of F.linear."""
+    """A context in which modules, given such input, call `plain_linear` in place of F.linear."""
     slow = x.device.type != "cpu" or torch.get_default_dtype() != torch.float32 or tracing() or onednn() is None
     return nullcontext() if slow else FastLinear()
 
 
-def frozen(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+def frozen_product(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
     """x ↦ x Wᵀ + b without a gradient. With few rows, putting a weight into oneDNN's layout takes a part of the
     product's time that is noticed (a sixth at 65 rows), so it is done once."""
     product = onednn() if weight.dtype == torch.float32 and weight.device.type == "cpu" else None

@@ -43,7 +43,7 @@ from fedvlm.towers.layers import (
     Beside,
     Change,
     Kernels,
-    Layer,
+    TowerLayer,
     add_and_norm,
     affine_of,
     affine_to,
@@ -58,7 +58,7 @@ from fedvlm.towers.layers import (
     split_heads,
     to_device,
 )
-from fedvlm.towers.products import linear
+from fedvlm.towers.products import plain_linear
 
 if TYPE_CHECKING:
     from transformers import CLIPModel, CLIPTextModelWithProjection, SiglipModel
@@ -139,7 +139,7 @@ UNCHANGED = Changes()
 class TextTower:
     token: Tensor  # embeddings [vocabulary, width]
     position: Tensor  # embeddings [positions, width]
-    layers: tuple[Layer, ...]
+    layers: tuple[TowerLayer, ...]
     norm: Affine  # after the last layer
     projection: Tensor  # [dim, width]
     heads: int
@@ -197,7 +197,7 @@ class TextTower:
     def width(self) -> int:
         return int(self.token.shape[1])
 
-    def last(self, layers: int) -> tuple[Layer, ...]:
+    def last(self, layers: int) -> tuple[TowerLayer, ...]:
         """The last `layers` layers; 0: all."""
         return self.layers[-layer_count(layers, len(self.layers), "text") :]
 
@@ -346,7 +346,7 @@ class TextTower:
             states.append(self._run_to_ends(inputs, past, last - shared, own_changes)[1])
         original = torch.tensor([c for group in groups for c in group]).argsort()
         pooled = torch.cat(states, 1)[:, to_device(original, self.token.device)]
-        projected = linear(self._norm(pooled, self.norm), self.projection, self.bias)
+        projected = plain_linear(self._norm(pooled, self.norm), self.projection, self.bias)
         return F.normalize(projected.to(dtype), dim=-1)
 
     @cached_property
@@ -388,7 +388,7 @@ class TextTower:
         return torch.where(to_device((slots >= 0)[..., None], device), learned, words) + positions
 
     def _run(
-        self, x: Tensor, past: Sequence[Tensor], layers: Sequence[Layer], changes: Changes = UNCHANGED
+        self, x: Tensor, past: Sequence[Tensor], layers: Sequence[TowerLayer], changes: Changes = UNCHANGED
     ) -> tuple[Tensor, list[Tensor]]:
         """x [clients, classes, positions, width] after these layers, and its keys and values in each of them. `past`
         holds, by layer, the keys and values of the positions before x."""
@@ -427,13 +427,13 @@ class TextTower:
         output = changes.layer_output(i, self._after_attention(layer, state, mixed, change), normed_ends)
         return [*kept, own], output[:, :, 0]
 
-    def _attention(self, layer: Layer, normed: Tensor, past: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+    def _attention(self, layer: TowerLayer, normed: Tensor, past: Tensor, change: Change) -> tuple[Tensor, Tensor]:
         """Attention before the output projection, [clients, classes, positions, width], and the keys and values."""
         qkv = project(normed, layer.qkv, change, "q", "k", "v")
         query, key_value = torch.split(qkv, [self.width, 2 * self.width], -1)
         own = split_heads(key_value, 2, self.heads)
         if fast := self._attention_kernels(normed, past):
-            return fast.attend(qkv, past), own
+            return fast.fused_attend(qkv, past), own
         return self._attend(query, past, own, self._mask(own.shape[-2], past.shape[-2], normed.device)), own
 
     def _mask(self, positions: int, before: int, device: torch.device) -> Tensor | None:
@@ -451,9 +451,9 @@ class TextTower:
         mixed = attend(queries, both[:, 0], both[:, 1], mask)
         return torch.unflatten(mixed.transpose(1, 2).flatten(2), 0, rows)
 
-    def _after_attention(self, layer: Layer, x: Tensor, mixed: Tensor, change: Change) -> Tensor:
+    def _after_attention(self, layer: TowerLayer, x: Tensor, mixed: Tensor, change: Change) -> Tensor:
         x, normed = add_and_norm(x, project(mixed, layer.out, change, "out"), layer.norm2, self.eps)
-        return x + linear(self.activation(linear(normed, *layer.fc1)), *layer.fc2)
+        return x + plain_linear(self.activation(plain_linear(normed, *layer.fc1)), *layer.fc2)
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ from fedvlm.towers.layers import (
     Affine,
     Beside,
     Change,
-    Layer,
+    TowerLayer,
     add_and_norm,
     affine_of,
     affine_to,
@@ -37,7 +37,7 @@ from fedvlm.towers.layers import (
     moved,
     project,
 )
-from fedvlm.towers.products import linear
+from fedvlm.towers.products import plain_linear
 from fedvlm.towers.text import TextTower
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ class AttentionPool(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """[clients, examples, width] of [clients, examples, tokens, width]."""
         heads, rows = len(self.query), x.shape[:2]
-        key, value = torch.unflatten(linear(x, *self.key_value), -1, (2, heads, -1)).permute(3, 0, 1, 4, 2, 5)
+        key, value = torch.unflatten(plain_linear(x, *self.key_value), -1, (2, heads, -1)).permute(3, 0, 1, 4, 2, 5)
         key, value = key.flatten(0, 1), value.flatten(0, 1)
         query = self.query[None, :, None].expand(len(key), -1, -1, -1)
-        mixed = linear(torch.unflatten(attend(query, key, value).flatten(1), 0, rows), *self.out)
+        mixed = plain_linear(torch.unflatten(attend(query, key, value).flatten(1), 0, rows), *self.out)
         normed = F.layer_norm(mixed, mixed.shape[-1:], *self.norm, self.eps)
-        return mixed + linear(self.activation(linear(normed, *self.fc1)), *self.fc2)
+        return mixed + plain_linear(self.activation(plain_linear(normed, *self.fc1)), *self.fc2)
 
     def to(self, dtype: torch.dtype | None, device: torch.device | str | None) -> AttentionPool:
         return self._replace(
@@ -90,7 +90,7 @@ class AttentionPool(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageLayers:
-    layers: tuple[Layer, ...]
+    layers: tuple[TowerLayer, ...]
     norm: Affine  # after the last layer
     projection: Tensor | None  # [dim, width]; None: of a pool
     heads: int
@@ -168,13 +168,13 @@ class ImageLayers:
             return self.pool(self._norm(x, self.norm)).to(hidden.dtype)
         assert self.projection is not None
         state = x if every else x[:, :, 0]
-        return linear(self._norm(state, self.norm), self.projection).to(hidden.dtype)
+        return plain_linear(self._norm(state, self.norm), self.projection).to(hidden.dtype)
 
     def _norm(self, x: Tensor, affine: Affine) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], *affine, self.eps)
 
     def _layer(
-        self, i: int, layer: Layer, x: Tensor, change: Change, beside: Beside | None, class_token: bool
+        self, i: int, layer: TowerLayer, x: Tensor, change: Change, beside: Beside | None, class_token: bool
     ) -> Tensor:
         """The output of one layer; with class_token=True of the class token only."""
         (weight, bias), width = layer.qkv, x.shape[-1]
@@ -192,7 +192,7 @@ class ImageLayers:
         q, k, v = (p.expand(rows[0], -1, -1, -1, -1).flatten(0, 1).transpose(1, 2) for p in parts)
         mixed = torch.unflatten(attend(q, k, v).transpose(1, 2).flatten(2), 0, rows)
         x, normed = add_and_norm(x, project(mixed, layer.out, change, "out"), layer.norm2, self.eps)
-        x = x + linear(self.activation(linear(normed, *layer.fc1)), *layer.fc2)
+        x = x + plain_linear(self.activation(plain_linear(normed, *layer.fc1)), *layer.fc2)
         return x if beside is None else x + beside(i, queried)
 
     def _heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:

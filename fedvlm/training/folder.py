@@ -80,7 +80,7 @@ class RunFolder:
             for path in folder.glob("code/**/*.py"):
                 files.sync(path)
             trust.remember(setup)
-            files.write(folder / "run.json", describe(planned).to_json(), sync=True, advice=anew)
+            files.write(folder / "run.json", record_of(planned).to_json(), sync=True, advice=anew)
             files.sync_folder(folder.parent)
         return run
 
@@ -145,9 +145,9 @@ class RunFolder:
         """Save the state after a whole round: the old state stands until the new one is complete."""
         from safetensors.torch import save
 
-        from fedvlm.core.copies import left_out
+        from fedvlm.core.copies import without_copy
 
-        kinds = state._replace(private=left_out(state.private, state.shared))._asdict().items()
+        kinds = state._replace(private=without_copy(state.private, state.shared))._asdict().items()
         flat = {f"{kind}/{k}": v.contiguous().cpu() for kind, params in kinds for k, v in params.items()}
         about = {
             "saved": f"{round} {self._checksum(flat, round)}"
@@ -165,7 +165,7 @@ class RunFolder:
         """The saved state and its round; None before the first round."""
         from safetensors import SafetensorError, safe_open
 
-        from fedvlm.core.copies import filled
+        from fedvlm.core.copies import with_copy
         from fedvlm.core.state import Params, State, aligned
 
         path = self.folder / STATE
@@ -186,7 +186,7 @@ class RunFolder:
             raise FedvlmError(f"{path} is damaged or of another version ({error}); {RESTORE}") from error
         if words[1:] != [self._checksum(flat, round)]:
             raise FedvlmError(f"{path} is damaged (checksum), or of another run; {RESTORE}")
-        kinds["private"] = filled(kinds["private"], kinds["shared"])
+        kinds["private"] = with_copy(kinds["private"], kinds["shared"])
         state = State(**kinds)
         if state.private and round and self.record.engine.name in KEEPS_ROWS:
             rows = self.folder / "rows.bin"
@@ -259,8 +259,8 @@ class RunFolder:
             out.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {printable(text)}\n")
 
 
-def describe(planned: PlannedRun) -> RunRecord:
-    from fedvlm.backbones.arithmetic import described
+def record_of(planned: PlannedRun) -> RunRecord:
+    from fedvlm.backbones.arithmetic import described_arithmetic
     from fedvlm.core.data import SPLITS
     from fedvlm.engines.base import device_of
 
@@ -296,7 +296,7 @@ def describe(planned: PlannedRun) -> RunRecord:
         published=recipe.published(setup.method.name, setup.method.on, source.name, setup.settings()),
         reveals=setup.merge.reveals,
         versions=versions(),
-        processors={SERVER: [described(device_of(setup))]},
+        processors={SERVER: [described_arithmetic(device_of(setup))]},
         started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         clients=list(federation.names),
         homes={
@@ -334,7 +334,7 @@ def differs(found: RunRecord, planned: PlannedRun) -> str:
     return "it differs in " + ", ".join(keys) if keys else "another version of fedvlm made it"
 
 
-def find(paths: list[str]) -> list[RunFolder]:
+def find_runs(paths: list[str]) -> list[RunFolder]:
     """The runs at or below these folders, without those that a sweep tried."""
     found = []
     for path in paths:

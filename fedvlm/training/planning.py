@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from fedvlm.config.config import COMMAND_LINE, Setup
-from fedvlm.core.cohort import Carrier, Cohort
+from fedvlm.core.cohort import Cohort
 from fedvlm.core.descent import OptimiserSettings
 from fedvlm.core.state import Message, Reply, State, copy_per_client, nbytes
 from fedvlm.data.clients import partition_of
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.wording import doubtful_names
-from fedvlm.engines.base import device_of
+from fedvlm.engines.base import Engine, device_of
 from fedvlm.errors import FedvlmError, NoQuorum, nearest
 from fedvlm.parts.failures import explained
 from fedvlm.rounds import steps
@@ -63,8 +63,8 @@ def plan(setups: list[Setup], pools: Pools) -> list[PlannedRun]:
 def check_parts(setups: list[Setup]) -> None:
     """Settings that a part refuses are reported before anything is encoded; also trackers that are not installed."""
     for setup in setups:
-        trackers.check(setup.config.log)
-        slurm.check(setup.config.launcher)
+        trackers.check_trackers(setup.config.log)
+        slurm.check_launcher(setup.config.launcher)
         _ = (setup.adapter, setup.local, setup.merge, setup.metrics)
 
 
@@ -155,7 +155,7 @@ def first_message(method: Method, state: State, ids: np.ndarray) -> Message:
     """What the merge sends first for training: some send more than the model."""
     listener = Listener()
     with suppress(NoQuorum), explained("round 1", *method.parts):
-        method.round(state, Cohort(cast(Carrier, listener), ids, 1))
+        method.round(state, Cohort(cast(Engine, listener), ids, 1))
     return listener.heard[0] if listener.heard else state.message()
 
 

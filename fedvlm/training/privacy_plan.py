@@ -13,19 +13,22 @@ from torch import Tensor
 from fedvlm.config import catalogue
 from fedvlm.core import copies
 from fedvlm.core.data import Batch
-from fedvlm.core.local import Local, ReleasesOnce
+from fedvlm.core.local import Local
+from fedvlm.core.observers import Gaps
 from fedvlm.core.records import PrivacyRecord
 from fedvlm.core.state import Params, copy_per_client, is_running_statistic, nbytes
 from fedvlm.data.clients import Federation
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.merge.mean import Mean
-from fedvlm.privacy.accounting import Account, Client, library, smallest_noise
-from fedvlm.privacy.descent import sampling
+from fedvlm.privacy.accounting import Account, ClientAccount, library, smallest_noise
+from fedvlm.privacy.descent import ReleasesOnce, covered, sampling
 from fedvlm.privacy.mechanism import UNCLIPPED, Privacy, secret_of
 from fedvlm.privacy.noise import normal
 from fedvlm.privacy.secure.graph import SMALLEST
 from fedvlm.privacy.secure.settings import Secure
+from fedvlm.privacy.secure.sums import Summable, needs_replies
 from fedvlm.rounds.method import name_of
+from fedvlm.system.formatting import six_digits
 from fedvlm.training.sampling import cohort_size, sampled
 
 if TYPE_CHECKING:
@@ -116,7 +119,7 @@ def account_of(setup: Setup, federation: Federation, privacy: Privacy) -> Accoun
         "all" if everybody else config.sampling,
         noisy_uploads=max(1, int(np.ceil(config.quorum * privacy.cohort))) if local else 0,
         asked=times_asked(config, able, privacy.seed) if own or local else None,
-        clients=tuple(Client(*rate) for rate in rates) if own else (),
+        clients=tuple(ClientAccount(*rate) for rate in rates) if own else (),
     )
 
 
@@ -138,7 +141,7 @@ def check_method(method: Method, federation: Federation) -> None:
 
 
 def refusal(method: Method) -> str:
-    from fedvlm.rounds.method import GAPS, name_of
+    from fedvlm.rounds.method import name_of
 
     level = method.privacy.level if method.privacy else "client"
     merge = f"merge={name_of(method.merge)}"
@@ -146,7 +149,7 @@ def refusal(method: Method) -> str:
         return "no trained parameter is shared, so none leaves a client; leave dp= out"
     own = method.local.uploads(method.task, method.initial) if isinstance(method.local, ReleasesOnce) else {}
     further = [k for k in method.uploads if k not in COVERED and not (k in own and level == "example")]
-    if further and not set(further) - set(GAPS) and type(method.merge).round is Mean.round:
+    if further and set(further) <= set(Gaps.uploads) and type(method.merge).round is Mean.round:
         return "clients also send their losses before and after training, which no noise covers; give gaps=false"
     if further:
         names = ", ".join(further[:3]) + (f" and {len(further) - 3} more" if len(further) > 3 else "")
@@ -165,9 +168,9 @@ def example_refusal(method: Method, federation: Federation) -> str:
     local = f"local={name_of(method.local)}"
     if isinstance(method.local, ReleasesOnce):
         return method.local.uncovered(method.merge)
-    covered = vars(type(method.local)).get("covered", ())  # not inherited: a subclass may override the part again
     for part in ("train", "fit", "personal_copy"):
-        if part not in covered and getattr(type(method.local), part) is not getattr(Local, part):
+        own = getattr(type(method.local), part)
+        if own is not getattr(Local, part) and not covered.is_on(own):
             return f"{local} trains in its own way, and only the plain training loop is covered; use local=sgd or local=prox"
     size = nbytes(method.initial) + nbytes(copies.adapter_params(method.newcomer))
     if size > LARGEST:
@@ -192,7 +195,7 @@ def mixes_examples(method: Method, federation: Federation) -> bool:
     rows = torch.arange(low, low + min(PAIR, int(counts.max())))
     own, message = copy_per_client(method.newcomer, 1), method.init(len(federation.names)).message()
     gradients = method.local.gradients(method.model, message, own)
-    params = moved(copy_per_client(message.shared, 1) | copies.adapter_params(own))
+    params = nudged(copy_per_client(message.shared, 1) | copies.adapter_params(own))
     x, y = federation.data.take(rows[None]), federation.data.y[rows][None]
     for step in range(2):  # some rules treat every second step differently
         weight = torch.full((1, len(rows)), 1 / len(rows), dtype=federation.data.dtype)
@@ -205,7 +208,7 @@ def mixes_examples(method: Method, federation: Federation) -> bool:
     return False
 
 
-def moved(params: Params, by: float = 0.1) -> Params:
+def nudged(params: Params, by: float = 0.1) -> Params:
     flat = {k: torch.from_numpy(normal(b"", k, count=v.numel())) for k, v in params.items()}
     return {k: v + by * flat[k].view(v.shape).to(v) for k, v in params.items()}
 
@@ -241,17 +244,13 @@ def recorded(privacy: Privacy, rounds: int) -> PrivacyRecord:
     )
 
 
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")
-
-
 def check_secure(setup: Setup, method: Method, clients: int) -> None:
     """An error where a run with secure=true cannot be, before anything is trained. `clients`: how many a round asks."""
     config = setup.config
     secure = Secure.of(config)
     if secure is None:
         return
-    if reason := method.merge.needs_replies():
+    if reason := needs_replies(method.merge):
         raise FedvlmError(f"secure=true: the server sees only sums, and merge={name_of(method.merge)} {reason}")
     if setup.given.get("bound") and config.bound:
         raise FedvlmError(
@@ -262,4 +261,5 @@ def check_secure(setup: Setup, method: Method, clients: int) -> None:
             f"secure=true: a round asks {clients} clients, and a sum needs {SMALLEST} (of two, each could subtract its "
             "own); use more clients, a larger participation=, or secure=false"
         )
+    assert isinstance(method.merge, Summable)
     secure.summation(method.merge, method.model, method.initial, clients)  # refuses what does not fit into 64 bits

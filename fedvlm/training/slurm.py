@@ -29,7 +29,7 @@ Value = str | int | float
 OnRound = Callable[[int, RoundRecord], None]
 
 
-class Task(Protocol):
+class SubmittedTask(Protocol):
     """A command on its way."""
 
     def error(self) -> str | None:
@@ -39,7 +39,7 @@ class Task(Protocol):
     def cancel(self) -> None: ...
 
 
-def check(name: str) -> None:
+def check_launcher(name: str) -> None:
     """An error where the launcher's package is not installed."""
     if name != HERE and importlib.util.find_spec("submitit") is None:
         raise FedvlmError('launcher=slurm needs submitit; install it with `pip install "fedvlm[slurm]"`')
@@ -50,7 +50,7 @@ def run_elsewhere(
 ) -> None:
     """Runs all that are not finished. Ctrl-C cancels those that were submitted."""
     config = jobs[0].setup.config
-    check(config.launcher)
+    check_launcher(config.launcher)
     waiting = [i for i, job in enumerate(jobs) if not started(job).done]
     for i in set(range(len(jobs))) - set(waiting):
         ended(i, "")
@@ -101,11 +101,11 @@ def options_of(words: Sequence[str]) -> dict[str, Value]:
         name, colon, text = word.partition(":")
         if not colon or not name or not text:
             raise FedvlmError(f"launch={word}: expected NAME:VALUE, such as cpus_per_task:4 (see docs/launchers.md)")
-        found[name] = number(text)
+        found[name] = parsed_number(text)
     return found
 
 
-def number(text: str) -> Value:
+def parsed_number(text: str) -> Value:
     for kind in (int, float):
         try:
             return kind(text)
@@ -128,7 +128,9 @@ class SlurmTask:
         self.job.cancel()
 
 
-def submit(commands: Sequence[list[str]], logs: Path, at_once: int, options: dict[str, Value]) -> Sequence[Task]:
+def submit(
+    commands: Sequence[list[str]], logs: Path, at_once: int, options: dict[str, Value]
+) -> Sequence[SubmittedTask]:
     """Submit each command as a task, `at_once` at a time (0: as many as there is room for)."""
     import submitit
 

@@ -81,7 +81,7 @@ def mlflow(run: RunFolder) -> Iterator[Write]:
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 
 
-def check(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """An error where a tracker's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -89,9 +89,9 @@ def check(names: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def opened(names: Sequence[str], run: RunFolder) -> Iterator[Callable[[RoundRecord], None]]:
+def open_trackers(names: Sequence[str], run: RunFolder) -> Iterator[Callable[[RoundRecord], None]]:
     """A function that writes a round's record to these trackers."""
-    check(names)
+    check_trackers(names)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(TRACKERS[name](run)) for name in names]
 

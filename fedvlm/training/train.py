@@ -11,28 +11,29 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fedvlm.backbones.arithmetic import described
+from fedvlm.backbones.arithmetic import described_arithmetic
 from fedvlm.config.config import Config
 from fedvlm.core.adapter import HasDiagnostics
-from fedvlm.core.client_names import counted
-from fedvlm.core.cohort import Carrier, Cohort
+from fedvlm.core.client_names import count_of
+from fedvlm.core.cohort import Cohort
 from fedvlm.core.records import UPDATE, Result, RoundRecord
 from fedvlm.core.state import Message, Note, Params, State, is_running_statistic
 from fedvlm.data.clients import Federation
-from fedvlm.engines.base import Job, device_of
+from fedvlm.engines.base import Engine, Job, device_of
 from fedvlm.errors import NoQuorum, VoidRound
 from fedvlm.evaluation.views import evaluate, selection
 from fedvlm.parts.failures import explained
 from fedvlm.privacy.secure.settings import Secure
 from fedvlm.rounds.guard import Guard
 from fedvlm.rounds.method import Method
+from fedvlm.system.formatting import six_digits
 from fedvlm.system.timing import clock, timed
 from fedvlm.training.folder import SERVER, STATE, RunFolder
 from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.privacy_plan import recorded
 from fedvlm.training.sampling import sampled
 from fedvlm.training.saved import check_state
-from fedvlm.training.trackers import opened
+from fedvlm.training.trackers import open_trackers
 
 OnRound = Callable[[RoundRecord], None]
 MAX_VOID = 3  # rounds in a row that change nothing and stop a run
@@ -48,7 +49,7 @@ def train(planned: PlannedRun, on_round: OnRound = lambda record: None) -> RunFo
         return run
     with run.locked():
         device = device_of(setup)
-        run.computed_by({SERVER: described(device)})
+        run.computed_by({SERVER: described_arithmetic(device)})
         data = replace(federation.data, rounds=max(1, setup.config.rounds))
         declared = np.diff(data.bounds, axis=1)
         # a median of lengths depends on everybody: one client more could change how all others are shortened
@@ -56,9 +57,9 @@ def train(planned: PlannedRun, on_round: OnRound = lambda record: None) -> RunFo
         guard = Guard(method, federation.names, declared, data.extras, bound, run.log)
         job = Job(setup, method, federation, data, run.folder, run.log, guard, device, run.name)
         with explained("opening the engine"):
-            engine: Carrier = setup.engine_class().open(job)  # type: ignore[attr-defined]
+            engine = setup.engine_class().open(job)
         try:
-            with opened(setup.config.log, run) as trackers:
+            with open_trackers(setup.config.log, run) as trackers:
                 play_rounds(planned, engine, guard, run, (trackers, on_round))
         finally:
             engine.close()
@@ -66,7 +67,7 @@ def train(planned: PlannedRun, on_round: OnRound = lambda record: None) -> RunFo
 
 
 def play_rounds(
-    planned: PlannedRun, engine: Carrier, guard: Guard, run: RunFolder, observers: Sequence[OnRound]
+    planned: PlannedRun, engine: Engine, guard: Guard, run: RunFolder, observers: Sequence[OnRound]
 ) -> None:
     config, method, federation = planned.setup.config, planned.method, planned.federation
     everybody = np.arange(federation.scored)
@@ -156,7 +157,7 @@ def usable(state: State, before: State) -> State:
     return state
 
 
-def sample(config: Config, federation: Federation, engine: Carrier, guard: Guard, round: int) -> Cohort:
+def sample(config: Config, federation: Federation, engine: Engine, guard: Guard, round: int) -> Cohort:
     """The clients of a round and, in a rehearsal of failures, those that will not answer."""
     able, privacy = federation.seen, guard.method.privacy
     ids, draw = sampled(config, able, round, privacy.seed if privacy else config.seed)
@@ -181,7 +182,7 @@ def account(cohort: Cohort, federation: Federation) -> RoundRecord:
 
 
 def diagnose(
-    method: Method, federation: Federation, engine: Carrier, guard: Guard, message: Message, round: int
+    method: Method, federation: Federation, engine: Engine, guard: Guard, message: Message, round: int
 ) -> RoundRecord:
     if not isinstance(method.adapter, HasDiagnostics):
         return {}
@@ -202,7 +203,7 @@ def with_items(outputs: Params, federation: Federation) -> Params:
 def result(method: Method, federation: Federation, records: list[RoundRecord]) -> Result:
     """The last round, and the round chosen on validation; never the best on test."""
     scored = [r for r in records if "personal" in r]
-    chosen = max(scored, key=lambda r: (-counted(r.get("missing", ())), selection(r), -r["round"]))
+    chosen = max(scored, key=lambda r: (-count_of(r.get("missing", ())), selection(r), -r["round"]))
     spread = [r["gap_variance"] for r in records if "gap_variance" in r]
     return Result(
         last=scored[-1],
@@ -223,7 +224,3 @@ def result(method: Method, federation: Federation, records: list[RoundRecord]) -
 
 def count(params: Params) -> int:
     return sum(v.numel() for v in params.values())
-
-
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")

@@ -26,8 +26,8 @@ def test_commands():
 
 @pytest.mark.parametrize("verb", ["run", "show", "bench"])
 def test_methods(verb):
-    assert complete(f"fedvlm {verb} ") == recipe.names()
-    assert complete(f"fedvlm {verb} fedo") == [n for n in recipe.names() if n.startswith("fedo")]
+    assert complete(f"fedvlm {verb} ") == recipe.recipe_names()
+    assert complete(f"fedvlm {verb} fedo") == [n for n in recipe.recipe_names() if n.startswith("fedo")]
     assert complete(f"fedvlm {verb} nosuch") == []
 
 
@@ -156,8 +156,8 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     ("line", "words", "expected"),
     [
         ("fedvlm ru", "fedvlm ru", ["run"]),
-        ("fedvlm run fedo", "fedvlm run fedo", [n for n in recipe.names() if n.startswith("fedo")]),
-        ("fedvlm run ", 'fedvlm run ""', recipe.names()),
+        ("fedvlm run fedo", "fedvlm run fedo", [n for n in recipe.recipe_names() if n.startswith("fedo")]),
+        ("fedvlm run ", 'fedvlm run ""', recipe.recipe_names()),
         ("fedvlm run fedot blo", "fedvlm run fedot blo", ["blocks="]),
         ("fedvlm run ga on=", 'fedvlm run ga on "="', recipe.presets()),  # bash completes what is behind =
         ("fedvlm run ga on=u", "fedvlm run ga on = u", ["unet"]),

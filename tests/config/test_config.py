@@ -13,7 +13,7 @@ from fedvlm.config.keys import key_of
 from fedvlm.errors import FedvlmError
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", recipe.recipe_names())
 def test_every_recipe_resolves_and_says_what_it_is(name):
     setup = resolve(name, {})
     assert setup.method.title and setup.method.idea
@@ -98,7 +98,7 @@ def test_no_key_means_two_things():
     """Every key has one home in every combination of the recipes, so none has to be qualified."""
     from dataclasses import fields
 
-    for name in recipe.names():
+    for name in recipe.recipe_names():
         setup = resolve(name, {})
         names = [f.name for part in (setup.config, setup.adapter, setup.local, setup.merge) for f in fields(part)]
         assert len(names) == len(set(names))
@@ -210,7 +210,7 @@ def test_no_line_of_a_users_recipe_is_ignored_in_silence(line, tmp_path):
     assert "mu" not in replaced.parts["local"].settings
 
 
-@pytest.mark.parametrize("method", recipe.names())
+@pytest.mark.parametrize("method", recipe.recipe_names())
 def test_show_yaml_is_a_recipe_with_the_same_settings(method, tmp_path, capsys):
     assert main(["show", method, "--yaml"]) == 0
     mine = own(tmp_path, capsys.readouterr().out)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedvlm.config.recipe import AXES, Layer, _published, load, names, presets, published, published_data
+from fedvlm.config.recipe import AXES, Layer, _published, load, presets, published, published_data, recipe_names
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 
@@ -82,7 +82,7 @@ def test_base_to_novel_numbers_hold_under_their_settings_only(table):
 
 
 def test_all_files_can_be_read_and_name_methods_and_presets_that_exist():
-    for name in names():
+    for name in recipe_names():
         recipe = load(name)
         assert recipe.name == name and recipe.title and recipe.idea and not recipe.path and not recipe.on
         assert all(getattr(recipe, axis) in registry.names(axis) for axis in AXES)

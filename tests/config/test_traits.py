@@ -16,7 +16,7 @@ from fedvlm.config.config import TRAINING, Config, binding
 from fedvlm.config.keys import Key, keys_of
 from fedvlm.core.ranges import Purpose, Trait
 from fedvlm.errors import FedvlmError
-from fedvlm.report.gains import against
+from fedvlm.report.gains import against_frozen
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
 
@@ -111,7 +111,7 @@ def test_rows_that_differ_in_a_key_are_named_unless_it_says_that_they_may(
             assert len(told) == 1 and f"{key.name} " in told[0]
             assert "fedavg" in told[0] and "fedclip" in told[0]
             idle = key.purpose in TRAINING  # the frozen model has no such key
-            assert table.bold == set() and any("fedclip" in v for v in against(table)) == idle
+            assert table.bold == set() and any("fedclip" in v for v in against_frozen(table)) == idle
             assert not any("same protocol" in n or "best by" in n for n in table.notes)
             with pytest.raises(FedvlmError, match=rf"these differ in .*{key.name} "):
                 summarise(runs, select, fair=True)
@@ -121,7 +121,7 @@ def test_rows_that_differ_in_a_key_are_named_unless_it_says_that_they_may(
             )
     if not key.fair("selected"):
         assert {row for row, _ in table.bold} == {"fedclip"}
-        assert any(v.startswith("fedclip beats zero-shot") for v in against(summarise(runs)))
+        assert any(v.startswith("fedclip beats zero-shot") for v in against_frozen(summarise(runs)))
 
 
 def test_a_key_that_says_nothing_must_agree():

@@ -55,7 +55,7 @@ def exported(done, tmp_path_factory) -> Path:
 def stranger(tmp_path, monkeypatch) -> Path:
     """As if this user had never run anything; returns where trust is remembered."""
     monkeypatch.setattr(allowed, "_given", set())
-    monkeypatch.setattr(allowed, "memory", lambda: tmp_path / "trusted")
+    monkeypatch.setattr(allowed, "memory_folder", lambda: tmp_path / "trusted")
     monkeypatch.delenv("FEDVLM_TOKEN", raising=False)
     monkeypatch.delenv(allowed.HOSTS, raising=False)
     return tmp_path / "trusted"
@@ -122,7 +122,7 @@ def said(words: list[str], capsys) -> str:
 def test_code_in_a_run_does_not_run(home, received, picture, tmp_path, capsys):
     marker = tmp_path / "marker"
     folder = with_code(received(result=None), home, marker)
-    kind, seal = home.partition("-")[0], user_code.stored(folder / "code" / home, "idea.py").seal[:8]
+    kind, seal = home.partition("-")[0], user_code.stored_code(folder / "code" / home, "idea.py").seal[:8]
     name = "mine" if kind == "metric" else "idea.py"
     calls = [["resume", str(folder)]]
     if kind in ("adapter", "local", "merge"):

@@ -14,7 +14,7 @@ from helpers import build, close, message, random_data, random_task
 from PIL import Image
 
 from fedvlm.backbones.base import ViewFormat
-from fedvlm.core.client_names import MANY, compact, counted, expanded, summarised
+from fedvlm.core.client_names import MANY, compact, count_of, expanded, summarised
 from fedvlm.core.data import Data, stretches
 from fedvlm.core.seeds import numpy_generator
 from fedvlm.data import ahead, store
@@ -22,7 +22,7 @@ from fedvlm.data.columns import NumberedItems, Words, column
 from fedvlm.data.index import Index
 from fedvlm.data.partition import apportion, split
 from fedvlm.data.source import Item, digest, open_source
-from fedvlm.data.store import View, fingerprint
+from fedvlm.data.store import View, data_fingerprint
 from fedvlm.engines import stacked
 
 # The feature store
@@ -145,7 +145,7 @@ def test_splits_are_as_they_were(seed):
 def test_fingerprints_are_as_they_were(monkeypatch):
     monkeypatch.setattr(store, "LABELS", 3)
     for labels in ([], ["a/ü"], ['a/"b"', "c/d", "a/x", "c/d", "é/\u2028", "c/d", "a/x"]):
-        assert fingerprint([b"k" * 16], labels) == digest(b"k" * 16 + json.dumps(labels).encode()).hex()[:16]
+        assert data_fingerprint([b"k" * 16], labels) == digest(b"k" * 16 + json.dumps(labels).encode()).hex()[:16]
 
 
 def test_stretches_and_class_counts():
@@ -178,7 +178,7 @@ def test_names_of_many_clients_are_ranges():
     names += ["berlin", "7", "8", "08", "09", "10", "9", "10", "site-"]
     short = compact(names)
     assert short[:3] == ["site-0000 … site-0006", "site-0008 … site-0899", "site-0901 … site-1499"]
-    assert len(short) < 12 and expanded(short) == names and counted(short) == len(names)
+    assert len(short) < 12 and expanded(short) == names and count_of(short) == len(names)
 
 
 @pytest.mark.parametrize("name", ["a0 … a999999999", "a5 … a1", "a5 … b9", "a05 … a9", "a1 … a1", "…", "٣ … ٥"])
@@ -188,9 +188,9 @@ def test_what_is_no_range_stays_as_it_is(name):
 
 def test_a_clients_own_name_may_look_like_a_range():
     few = ["a1 … a3", "b"]
-    assert compact(few) == few == expanded(few) and counted(few) == 2
+    assert compact(few) == few == expanded(few) and count_of(few) == 2
     many = [f"site-{k:04d}" for k in range(MANY + 5)] + few
-    assert expanded(compact(many)) == many and counted(compact(many)) == len(many)
+    assert expanded(compact(many)) == many and count_of(compact(many)) == len(many)
 
 
 def test_a_round_of_many_clients_is_summarised():
@@ -239,9 +239,9 @@ def test_the_images_ahead_have_bounded_pixels(tmp_path, monkeypatch):
     files = [ahead.Wanted(k, data, digest(data), False, None) for k, data in source.read()]
     begun: list[int] = []
 
-    def make(data: bytes, transform: ahead.Transform | None, image: Image.Image | None) -> ahead.Ready:
+    def make(data: bytes, transform: ahead.Transform | None, image: Image.Image | None) -> ahead.DecodedImage:
         begun.append(len(begun))
-        return ahead.Ready(Image.new("RGB", (3, 2)), 6)
+        return ahead.DecodedImage(Image.new("RGB", (3, 2)), 6)
 
     for taken, (file, image) in enumerate(ahead.read_ahead(files, make, 128, 1)):
         assert file is files[taken] and image().pixels == 6 and len(begun) <= taken + 4

@@ -398,7 +398,7 @@ def test_towers_predict_from_a_run_and_from_an_export(method, on, tmp_path, imag
     found = predictor.from_run(run).predict(paths)
     assert [c for c, _ in found] and all(0 < p <= 1 for _, p in found)
     exported.export(run, tmp_path / "out")
-    again = exported.load(tmp_path / "out").predict(paths)
+    again = exported.load_export(tmp_path / "out").predict(paths)
     assert [c for c, _ in again] == [c for c, _ in found]
     outputs = load_file(run.folder / "outputs.safetensors")
     assert outputs["shared.logits"].shape[1] == 5

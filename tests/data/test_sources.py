@@ -29,7 +29,7 @@ from fedvlm.data import partition, store
 from fedvlm.data.clients import Federation, federate
 from fedvlm.data.images import BadImage, decode
 from fedvlm.data.pool import Pool, Pools, image_pool, task_of
-from fedvlm.data.sample import MOST, sampled
+from fedvlm.data.sample import MOST, sampled_pool
 from fedvlm.data.source import Source, open_source
 from fedvlm.data.wording import class_phrases, doubtful_names
 from fedvlm.errors import FedvlmError
@@ -628,13 +628,13 @@ def test_dry_encodes_a_few_images(images, monkeypatch, tmp_path, capsys):
 def test_a_sample_stands_for_all(tmp_path):
     setup = resolve("fedot", {"data": str(grow(tmp_path / "pets", {"cat": 25, "dog": 25}))})
     pools = Pools()
-    found = sampled(setup, pools.outline(setup))
+    found = sampled_pool(setup, pools.outline(setup))
     whole = pools.load(setup)
     assert found.pool.x.shape == whole.x.shape and found.pool.task.classes == whole.task.classes
     assert found.images == len(whole.x) and found.sample is not None and found.sample.stored == 0
     nearest = (found.pool.x[:1] - whole.x).abs().amax(1).min()
     assert nearest < 1e-5
-    again = sampled(setup, pools.outline(setup)).sample
+    again = sampled_pool(setup, pools.outline(setup)).sample
     assert again is not None and again.stored == 1
 
 

@@ -20,8 +20,8 @@ from fedvlm.data import encoding
 from fedvlm.data.source import Source, digest, open_source
 from fedvlm.data.store import (
     corrupted,
+    data_fingerprint,
     features,
-    fingerprint,
     listing,
     open_view,
     prune,
@@ -279,14 +279,14 @@ def test_progress_counts_every_image(source):
 def test_a_fingerprint_changes_with_contents_labels_and_order():
     one, two = digest(b"1"), digest(b"2")
     fingerprints = [
-        fingerprint([one, two], ["a/x", "a/y"]),
-        fingerprint([two, one], ["a/x", "a/y"]),
-        fingerprint([one, two], ["a/y", "a/x"]),
-        fingerprint([one, two], ["a/x", "a/x"]),
-        fingerprint([one], ["a/x"]),
+        data_fingerprint([one, two], ["a/x", "a/y"]),
+        data_fingerprint([two, one], ["a/x", "a/y"]),
+        data_fingerprint([one, two], ["a/y", "a/x"]),
+        data_fingerprint([one, two], ["a/x", "a/x"]),
+        data_fingerprint([one], ["a/x"]),
     ]
     assert len(set(fingerprints)) == len(fingerprints)
-    assert fingerprint([one, two], ["a/x", "a/y"]) == fingerprints[0]
+    assert data_fingerprint([one, two], ["a/x", "a/y"]) == fingerprints[0]
 
 
 def test_the_row_stored_first_is_used(tmp_path):

@@ -193,7 +193,7 @@ def test_a_read_only_cache_is_used_as_it_is(source, tmp_path, cache, capsys):
 
 
 def test_a_catalogue_that_cannot_be_kept_is_made_each_time(tmp_path, monkeypatch):
-    known, made = catalogue.read(catalogue.SHIPPED, catalogue.current_digest()) or catalogue.load(), []
+    known, made = catalogue.read_catalogue(catalogue.SHIPPED, catalogue.current_digest()) or catalogue.load(), []
     monkeypatch.setattr(catalogue, "SHIPPED", tmp_path / "none.json")
     monkeypatch.setattr(catalogue, "make", lambda digest: made.append(digest) or known._replace(digest=digest))
     load, cache = catalogue.load.__wrapped__, tmp_path / "kept"

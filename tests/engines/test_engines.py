@@ -34,7 +34,7 @@ from fedvlm.errors import BadMessage, FedvlmError, NoQuorum
 from fedvlm.federation import wire
 from fedvlm.federation.engines.loopback import Loopback, Worker
 from fedvlm.federation.wire import Header
-from fedvlm.federation.worker import Client
+from fedvlm.federation.worker import SiteClient
 from fedvlm.parts.adapters.head import Head
 from fedvlm.parts.local.sgd import Sgd
 from fedvlm.parts.merge.mean import Mean
@@ -63,7 +63,7 @@ def test_loopback_is_serial_bit_for_bit(images, tmp_path, loopback):
 def light() -> list[tuple[str, str]]:
     """Methods, and methods on a preset, without whole networks: these go through bytes in test_tasks.py."""
     found = []
-    for name in recipe.names():
+    for name in recipe.recipe_names():
         for on in ("", *recipe.presets()):
             with contextlib.suppress(FedvlmError):  # it cannot be put on a preset
                 recipe.load(name, on)
@@ -93,11 +93,11 @@ def test_every_recipe_answers_through_bytes_as_in_process(name, on, images, tmp_
     data = replace(federation.data, rounds=2)
     guard = guard_of(method, federation, print)
     engine = Loopback(Job(setup, method, federation, data, tmp_path, print, guard))
-    clients = {i: Client(engine.folders[i]) for i in (0, 2)}
+    clients = {i: SiteClient(engine.folders[i]) for i in (0, 2)}
     serial, down = Stacked(method, data, 1), message(method)
     for round in (1, 2):
         for step in ("train", "validate", "score", "diagnose"):
-            schema, answered = steps.find(step).schema(method, data.extras), 0
+            schema, answered = steps.step_of(step).schema(method, data.extras), 0
             for expected in serial.run(step, np.array([0, 2]), down, round, 0):
                 client = int(expected.ids[0])
                 request = wire.unpack(wire.pack_message(down, Header(step, round, 0, ticket=7)))

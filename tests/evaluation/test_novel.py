@@ -295,7 +295,7 @@ def test_what_is_agreed_is_a_number_per_class(images):
     planned = PlannedRun(setup, Pools().load(setup))
     method, federation = planned.method, planned.federation
     for step in ("novel.shared", "novel.personal"):
-        schema = steps.find(step).schema(method, federation.data.extras)
+        schema = steps.step_of(step).schema(method, federation.data.extras)
         assert {k: f.shape for k, f in schema.values.items()} == {"base": (2,), "novel": (3,)} and not schema.shared
         assert all(f.whole and f.low == 0 and f.high <= 60 for f in schema.values.values())
 

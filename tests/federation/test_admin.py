@@ -17,8 +17,8 @@ from fedvlm.core.records import RunRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.federation import admin, start
 from fedvlm.federation.plan import Plan
-from fedvlm.report.page import facts
-from fedvlm.report.tables import notes
+from fedvlm.report.page import run_facts
+from fedvlm.report.tables import table_notes
 from fedvlm.system import allowed
 from fedvlm.training.folder import RunFolder
 
@@ -28,7 +28,7 @@ KEYS = {"rounds": "1", "lr": "0.05", "unseen": "openmoji"}
 @pytest.fixture(autouse=True)
 def stranger(tmp_path, monkeypatch):
     monkeypatch.setattr(allowed, "_given", set())
-    monkeypatch.setattr(allowed, "memory", lambda: tmp_path / "trusted")
+    monkeypatch.setattr(allowed, "memory_folder", lambda: tmp_path / "trusted")
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,11 @@ def test_a_run_that_is_resumed_is_the_one_that_was_begun(begun, tmp_path, monkey
     monkeypatch.setattr(admin.Follower, "job", job)
     for chosen, out in ((setup, None), (again, begun)):
         with pytest.raises(FedvlmError, match="seen"):
-            admin.run(chosen, lambda record: None, out)
+            admin.run_on_sites(chosen, lambda record: None, out)
     assert [p.sites for p in plans] == [sites, sites] and plans[0].name == plans[1].name
     other = asked(tmp_path / "admin.zip", out=str(begun), rounds="2")
     with pytest.raises(FedvlmError, match="holds another run; choose another out="):
-        admin.run(other, lambda record: None)
+        admin.run_on_sites(other, lambda record: None)
 
 
 def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatch, capsys):
@@ -108,7 +108,7 @@ def test_who_was_left_out_is_told_once_also_when_the_run_was_short(tmp_path, cap
 
 def test_tables_do_not_count_what_the_server_does_not_have(record):
     def told(found: RunRecord) -> str:
-        return "\n".join(notes({"fedot": [found]}, "last", False, {})) + facts({"fedot": [found]})["data"]
+        return "\n".join(table_notes({"fedot": [found]}, "last", False, {})) + run_facts({"fedot": [found]})["data"]
 
     assert told(record).count(f"{record.data.images} examples") == 2
     assert "examples" not in told(replace(record, data=replace(record.data, images=0)))

@@ -20,8 +20,8 @@ from fedvlm.federation.ledger import (
     RECEIVED,
     SENT,
     Entry,
-    Head,
     Ledger,
+    LedgerHead,
     Sent,
     Tensor,
     compare,
@@ -247,9 +247,11 @@ def test_a_ledger_that_was_written_anew(both):
 
 
 def test_heads():
-    head = Head(7, "a" * 64)
-    assert Head.parse(str(head)) == head
-    assert not any(map(Head.parse, ["", "7", "7 abc", f"-1 {'a' * 64}", f"{'9' * 30} {'a' * 64}", f"x {'a' * 64}"]))
+    head = LedgerHead(7, "a" * 64)
+    assert LedgerHead.parse(str(head)) == head
+    assert not any(
+        map(LedgerHead.parse, ["", "7", "7 abc", f"-1 {'a' * 64}", f"{'9' * 30} {'a' * 64}", f"x {'a' * 64}"])
+    )
 
 
 def test_the_first_message_of_a_site(tmp_path):
@@ -257,7 +259,7 @@ def test_the_first_message_of_a_site(tmp_path):
     told = ledger.head
     ledger.append(sent())
     received.append(sent(direction="received", site_head=told))
-    assert told == Head(0, NOTHING) and compare(ledger.path, received.path, "north") == []
+    assert told == LedgerHead(0, NOTHING) and compare(ledger.path, received.path, "north") == []
 
 
 def test_the_command_prints_it(both, capsys, tmp_path):

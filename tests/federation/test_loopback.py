@@ -25,7 +25,7 @@ from fedvlm.federation.engines import loopback
 from fedvlm.federation.engines.loopback import Loopback
 from fedvlm.federation.ledger import RECEIVED, entries
 from fedvlm.federation.wire import Header
-from fedvlm.federation.worker import Client
+from fedvlm.federation.worker import SiteClient
 from fedvlm.rounds.guard import Guard
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
@@ -188,7 +188,7 @@ def first_client(images, tmp_path):
 def test_an_answer_that_is_an_error_is_in_the_ledger(first_client, monkeypatch):
     """Its bytes left, too: of a step that a client does not know, and of one that breaks."""
     folder, message = first_client
-    client = Client(folder)
+    client = SiteClient(folder)
 
     def answer(step: str, round: int) -> bytes:
         return client.answer(*wire.unpack(wire.pack_message(message, Header(step, round, 0, 1))))
@@ -209,9 +209,9 @@ def test_an_answer_that_is_an_error_is_in_the_ledger(first_client, monkeypatch):
 def test_a_process_that_comes_back_late_writes_nothing(first_client):
     folder, message = first_client
     early, late = (wire.unpack(wire.pack_message(message, Header("train", r, 0, 1))) for r in (1, 2))
-    paused = Client(folder)
+    paused = SiteClient(folder)
     paused.answer(*early)
-    later = Client(folder)  # the server started another process in the meantime
+    later = SiteClient(folder)  # the server started another process in the meantime
     expected = later.answer(*late)
     rows = later.engine.rows.read(np.array([0]), 2)
     assert "another process has taken over" in wire.unpack(paused.answer(*early))[0].error
@@ -222,8 +222,8 @@ def test_a_process_that_comes_back_late_writes_nothing(first_client):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="elsewhere the end of its channel ends a client")
 def test_a_client_ends_with_its_server():
     client = (
-        "import os\nparent = os.getppid()\nfrom fedvlm.federation.worker import end_with\n"
-        "print('up', flush=True)\nend_with(parent)"
+        "import os\nparent = os.getppid()\nfrom fedvlm.federation.worker import end_after\n"
+        "print('up', flush=True)\nend_after(parent)"
     )
     server = (
         "import subprocess, sys, time\n"

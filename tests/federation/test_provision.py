@@ -24,7 +24,7 @@ from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
 from fedvlm.federation import provision, start
 from fedvlm.federation.provision import ABOUT, ROOT_KEY, open_kit
-from fedvlm.federation.settings import CLASSES, LONGEST_MESSAGE, About, settings
+from fedvlm.federation.settings import CLASSES, LONGEST_MESSAGE, About, kit_settings
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and rights of POSIX")
 SITES = ["north", "south"]
@@ -34,7 +34,7 @@ KINDS = {"server": "server", "north": "site", "south": "site", "admin": "admin"}
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("federation") / "hearts"
-    kits = provision.init(SITES, "hearts", "localhost", 8102, out)
+    kits = provision.new_federation(SITES, "hearts", "localhost", 8102, out)
     assert [k.name for k in kits] == ["server.zip", "north.zip", "south.zip", "admin.zip"]
     return out
 
@@ -170,7 +170,7 @@ def test_settings_hold_what_nvflare_would_write(name, kind, tmp_path):
     for key, value in values.items():
         text = text.replace(f"{{~~{key}~~}}", value)
     about = About(kind, "north", "hearts", "hub", 1, "", "", "")
-    ours = plain(settings(about, tmp_path))
+    ours = plain(kit_settings(about, tmp_path))
     assert ours[f"startup/fed_{name}.json"] == json.loads(text)
     text = theirs[f"local_{name}_resources"].replace("{~~class_allow_list~~}", "[]")
     text = (
@@ -198,7 +198,7 @@ def test_no_kit_names_a_path_of_the_machine_where_it_was_made(made):
 )
 def test_names_that_are_refused(site, tmp_path):
     with pytest.raises(FedvlmError, match="name"):
-        provision.init(["north", site], "hearts", "localhost", 8102, tmp_path / "out")
+        provision.new_federation(["north", site], "hearts", "localhost", 8102, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -229,14 +229,14 @@ def test_words_that_are_refused(words, why, tmp_path, monkeypatch, capsys):
 def test_a_folder_that_is_not_empty_is_kept(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(FedvlmError, match="choose another out="):
-        provision.init(SITES, "hearts", "localhost", 8102, tmp_path)
+        provision.new_federation(SITES, "hearts", "localhost", 8102, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_nothing_is_left_where_making_kits_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(provision, "pack", lambda folder, path: 1 / 0)
+    monkeypatch.setattr(provision, "zip_kit", lambda folder, path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        provision.init(SITES, "hearts", "localhost", 8102, tmp_path / "out")
+        provision.new_federation(SITES, "hearts", "localhost", 8102, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -371,7 +371,7 @@ def test_a_port_that_is_in_use(tmp_path, monkeypatch, capsys):
         other.bind(("localhost", 0))
         other.listen()
         port = other.getsockname()[1]
-        provision.init(["north"], "busy", "localhost", port, tmp_path / "busy")
+        provision.new_federation(["north"], "busy", "localhost", port, tmp_path / "busy")
         assert main(["serve", str(tmp_path / "busy" / "server.zip"), f"home={tmp_path / 'home'}"]) == 1
     assert f"port {port} cannot be listened on" in capsys.readouterr().err
 
@@ -537,7 +537,7 @@ def read_until(process: subprocess.Popen[str], words: str) -> None:
 def test_a_server_and_a_site(tmp_path, monkeypatch, capsys):
     """For real: start, join, status, a stranger, a clean end."""
     port, kits = free(), tmp_path / "hearts"
-    provision.init(["north"], "hearts", "localhost", port, kits)
+    provision.new_federation(["north"], "hearts", "localhost", port, kits)
     calls = {"server": ["serve", "server.zip", "home=a"], "north": ["join", "north.zip", "data=emoji", "home=b"]}
     said = {"server": "listening", "north": "has joined"}
     parties: dict[str, subprocess.Popen[str]] = {}

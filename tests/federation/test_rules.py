@@ -15,7 +15,7 @@ from fedvlm.core.state import Message
 from fedvlm.errors import FedvlmError
 from fedvlm.federation.rules import Rules
 from fedvlm.federation.wire import Header
-from fedvlm.federation.worker import Client, without_sizes
+from fedvlm.federation.worker import SiteClient, without_sizes
 from fedvlm.privacy.mechanism import Privacy
 
 
@@ -47,6 +47,6 @@ def test_no_value_tells_counts_that_are_withheld():
 @pytest.mark.parametrize(("noise_at", "noised"), [("client", 1.0), ("server", 0.0)])
 def test_a_ledger_tells_of_noise_where_the_site_added_it(noise_at, noised):
     client = SimpleNamespace(method=SimpleNamespace(privacy=Privacy("client", 2.0, 0.5, 3, noise_at=noise_at)))
-    done = Client.with_flags(client, Header(), "train", Message({}))
+    done = SiteClient.with_flags(client, Header(), "train", Message({}))
     assert (done.clipped, done.noised) == (0.5, noised)
-    assert Client.with_flags(client, Header(), "score", Message({})) == Header()
+    assert SiteClient.with_flags(client, Header(), "score", Message({})) == Header()

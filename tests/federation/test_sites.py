@@ -24,7 +24,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.federation import agent, hub, ledger, site, wire
 from fedvlm.federation.admin import run_name
 from fedvlm.federation.links import Links
-from fedvlm.federation.plan import Agreed, Plan, Ready, packed, unpacked
+from fedvlm.federation.plan import Agreed, Plan, SiteReady, packed_record, unpacked_record
 from fedvlm.federation.wire import Header, octets, pack, unpack
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
@@ -273,13 +273,13 @@ def test_secure_sums_and_privacy_go_across_sites(federation, keys):
         assert [e.clipped for e in sent if e.step == "train"] == [1.0, 1.0]
 
 
-def begun(sites: Sites, style: str, plan: Plan, identity: str = "run") -> tuple[agent.Agent, Ready]:
+def begun(sites: Sites, style: str, plan: Plan, identity: str = "run") -> tuple[agent.Agent, SiteReady]:
     one = agent.Agent(sites.place / style, plan.name)
-    assert not unpack(answer(one, pack(Header("look"), packed(plan))))[0].error
+    assert not unpack(answer(one, pack(Header("look"), packed_record(plan))))[0].error
     agreed = Agreed(STYLES.index(style), list(CLASSES), [], 64, 1.0, 3, identity)
-    header, parts = unpack(answer(one, pack(Header("begin"), packed(agreed))))
+    header, parts = unpack(answer(one, pack(Header("begin"), packed_record(agreed))))
     assert not header.error
-    return one, unpacked(Ready, parts)
+    return one, unpacked_record(SiteReady, parts)
 
 
 def test_noise_has_another_secret_in_every_run(federation):
@@ -443,10 +443,10 @@ def test_a_site_that_asks_for_privacy_does_not_train_without_it(federation, monk
     sites = federation(rules={"twemoji": "epsilon: 50\n"})
     plan = sites.plan("fedavg", unseen=[], dp="client", epsilon=20.0)
     one = agent.Agent(sites.place / "twemoji", plan.name)
-    hello = unpack(answer(one, pack(Header("look", 0, 0, 1), packed(plan))))[0]
+    hello = unpack(answer(one, pack(Header("look", 0, 0, 1), packed_record(plan))))[0]
     assert not hello.error
     agreed = Agreed(2, list(CLASSES), [], 64, 1.0, 3, "run")
-    begun = unpack(answer(one, pack(Header("begin", 0, 0, 2), packed(agreed))))[0]
+    begun = unpack(answer(one, pack(Header("begin", 0, 0, 2), packed_record(agreed))))[0]
     assert not begun.error
     refused = unpack(answer(one, pack(Header("train", 1, 1, 3), {})))[0]
     assert "differential privacy" in refused.error

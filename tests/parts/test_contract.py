@@ -51,7 +51,7 @@ from fedvlm.parts.local.sgd import Sgd
 from fedvlm.parts.merge.mean import Mean
 from fedvlm.rounds import steps
 from fedvlm.rounds.guard import Guard
-from fedvlm.rounds.method import METRICS, RESERVED, Method, check_parameters, check_parts
+from fedvlm.rounds.method import METRICS, RESERVED, Method, check_combination, check_parameters
 from fedvlm.towers.text import TextTower
 
 # Refusals of combinations that cannot work, and why. Any other error fails the combination's test.
@@ -102,7 +102,7 @@ def refusal(names: Names) -> str:
     """Why the package refuses this combination; "" where it does not."""
     try:
         adapter, local, merge = small_parts(*names)
-        check_parts(adapter, local, merge, example(adapter)[0])
+        check_combination(adapter, local, merge, example(adapter)[0])
         check_parameters(adapter, merge, dict.fromkeys(initial(names[0]), torch.zeros(())))
     except FedvlmError as error:
         return str(error)
@@ -433,7 +433,7 @@ def check_bytes_are_exact(case: Case) -> None:
     up = 3 * (nbytes(sent.shared) + 2 * method.upload_bytes) + loose  # upload_bytes counts float32
     assert case.lossy.asked[0] == ("train", sent.nbytes) and len(case.lossy.asked) == cohort.exchange
     assert cohort.bytes_down == 5 * sum(size for _, size in case.lossy.asked)
-    later = [f for step, _ in case.lossy.asked[1:] for f in steps.find(step).schema(method, {}).values.values()]
+    later = [f for step, _ in case.lossy.asked[1:] for f in steps.step_of(step).schema(method, {}).values.values()]
     assert cohort.bytes_up == up + 3 * 8 * sum(math.prod(f.shape) for f in later)
 
 
@@ -544,7 +544,7 @@ class Canned:
         self.draw = torch.Generator().manual_seed(9)
 
     def run(self, step: str, ids: np.ndarray, message: Message, round: int, exchange: int) -> Iterator[Reply]:
-        schema = steps.find(step).schema(self.method, {})
+        schema = steps.step_of(step).schema(self.method, {})
         values = {k: 1 + self.numbers((len(ids), *f.shape)).abs() for k, f in schema.values.items()}
         shared = {k: v + self.numbers((len(ids), *v.shape)) for k, v in message.shared.items() if schema.shared}
         yield Reply(ids, values, {k: v * self.scale if is_running_statistic(k) else v for k, v in shared.items()})
@@ -596,7 +596,7 @@ def test_every_metric_is_enrolled():
     for adapter in map(small_adapter, registry.names("adapter")):
         case = case_of(adapter, *small_parts("head", "sgd", "mean")[1:])
         method, data = with_everything(case.method, case.data)
-        found |= {name.partition(".")[2] for name in steps.find("score").schema(method, data.extras).values}
+        found |= {name.partition(".")[2] for name in steps.step_of("score").schema(method, data.extras).values}
     assert found >= set(registry.names("metric")) | set(METRICS)
 
 

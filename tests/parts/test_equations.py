@@ -18,11 +18,11 @@ from fedvlm.core import descent
 from fedvlm.core.adapter import Task
 from fedvlm.core.data import Batch
 from fedvlm.core.descent import Optimiser, OptimiserSettings
-from fedvlm.core.merge import Agreement
+from fedvlm.core.observers import Agreement
 from fedvlm.core.records import BackboneRecord, ClientScores, DataRecord, MethodRecord, PartRecord, Result, RunRecord
-from fedvlm.core.state import Reply, with_client_axis
+from fedvlm.core.state import Reply, State, with_client_axis
 from fedvlm.core.tasks import contrastive, cross_entropy
-from fedvlm.evaluation.protocols import by_seed, partial, row, summary
+from fedvlm.evaluation.protocols import by_seed, matrix_row, matrix_summary, partial
 from fedvlm.parts.adapters.attention import Attention
 from fedvlm.parts.adapters.linear import Linear
 from fedvlm.parts.adapters.mlp import Mlp
@@ -138,9 +138,9 @@ def test_agreement_is_the_mean_over_pairs(clients, seed):
     draw = torch.Generator().manual_seed(seed)
     rows = {"a": torch.randn(clients, 3, generator=draw), "b": torch.randn(clients, 2, 2, generator=draw)}
     anchor = {"a": torch.randn(3, generator=draw), "b": torch.randn(2, 2, generator=draw)}
-    agreement = Agreement()
+    agreement = Agreement(State(anchor, {}, {}))
     for part in (slice(1), slice(1, None)):
-        agreement.add(Reply(np.arange(clients)[part], {}, {k: v[part] for k, v in rows.items()}), anchor)
+        agreement.add(Reply(np.arange(clients)[part], {}, {k: v[part] for k, v in rows.items()}))
     flat = torch.cat([(rows[k] - anchor[k]).flatten(1) for k in ("a", "b")], dim=1)
     pairs = [F.cosine_similarity(flat[i], flat[j], dim=0) for i, j in itertools.combinations(range(clients), 2)]
     assert agreement.mean() == pytest.approx(float(torch.stack(pairs).mean()), abs=1e-9)
@@ -187,15 +187,15 @@ def test_clients_of_a_domain_count_as_one_domain():
     clients = {"a-0": {"personal": {"test": 0.2}}, "a-1": {"personal": {"test": 0.4}}, "b-0": {"shared": {"test": 1.0}}}
     clients["c-0"] = {"personal": {"test": 0.5}}
     homes = {"a-0": "a", "a-1": "a", "b-0": "b", "c-0": "c"}
-    found = row(replace(record(clients, ["b"], ["b-0"]), homes=homes))
+    found = matrix_row(replace(record(clients, ["b"], ["b-0"]), homes=homes))
     assert found == {"a": (pytest.approx(0.3), False), "b": (1.0, True), "c": (0.5, False)}
-    assert summary([found]) == {"G": 1.0, "P": pytest.approx(0.4), "C": pytest.approx(0.6)}
+    assert matrix_summary([found]) == {"G": 1.0, "P": pytest.approx(0.4), "C": pytest.approx(0.6)}
 
 
 def test_g_is_undefined_without_a_shared_model():
     held = {"x": (np.nan, True), "y": (0.5, False)}
-    assert summary([held]) == {"G": None, "P": 0.5, "C": None}
-    assert summary([{"y": (0.5, False)}]) == {"G": None, "P": 0.5, "C": None}
+    assert matrix_summary([held]) == {"G": None, "P": 0.5, "C": None}
+    assert matrix_summary([{"y": (0.5, False)}]) == {"G": None, "P": 0.5, "C": None}
 
 
 TORCHS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -13,7 +13,7 @@ import torch
 
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
-from fedvlm.federation.worker import Client
+from fedvlm.federation.worker import SiteClient
 from fedvlm.parts.failures import OwnPartFailed
 
 ADAPTER = '''"""An adapter."""
@@ -205,7 +205,7 @@ def test_an_import_names_the_file_that_is_edited(failed, text, line):
 def test_a_site_that_withholds_its_counts_tells_no_shapes(capsys):
     client = SimpleNamespace(about=SimpleNamespace(withheld=True))
     for error in (OwnPartFailed("x is (1, 32, 8)"), ValueError("32 rows")):
-        assert "32" not in Client.told(client, error) and "32" in capsys.readouterr().err
-    assert Client.told(client, FedvlmError("no secure sum")) == "FedvlmError: no secure sum"
+        assert "32" not in SiteClient.told(client, error) and "32" in capsys.readouterr().err
+    assert SiteClient.told(client, FedvlmError("no secure sum")) == "FedvlmError: no secure sum"
     client.about.withheld = False
-    assert Client.told(client, ValueError("32 rows")) == "ValueError: 32 rows"
+    assert SiteClient.told(client, ValueError("32 rows")) == "ValueError: 32 rows"

@@ -26,7 +26,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.parts.adapters.lora import Lora
-from fedvlm.parts.local.two_stage import REINFORCED, Sample, TwoStage, random_numbers
+from fedvlm.parts.local.two_stage import REINFORCED, DrawnActions, TwoStage, random_numbers
 from fedvlm.parts.merge.stages import FINAL, Stages
 from fedvlm.parts.merge.text_server import TOWER, TextServer
 from fedvlm.rounds.method import Method
@@ -59,7 +59,7 @@ def moved(params, by: float, seed: int = 3):
 # the loss
 
 
-def by_hand(rule: TwoStage, policy, sample: Sample, y, weight):
+def by_hand(rule: TwoStage, policy, sample: DrawnActions, y, weight):
     """One client's loss, share of clipped ratios, and advantages: Eqs. 7–10 and 14–18 in plain Python."""
     policy, reference, y, weight = (v.tolist() for v in (policy, sample.reference, y, weight))
     actions, old = sample.actions.tolist(), sample.old.tolist()
@@ -121,12 +121,12 @@ def test_the_loss_is_what_the_paper_prints(double, algorithm, kl):
     for seed in range(6):
         logits, reference, actions, old, batch = case(seed)
         reward = (actions == batch.y[:, None]).double()
-        sample = Sample(actions, old, rule.advantage(reward, batch.weight), reference)
+        sample = DrawnActions(actions, old, rule.advantage(reward, batch.weight), reference)
         leaf = logits.clone().requires_grad_()
         loss, clipped = rule.policy_loss(leaf.log_softmax(-1), sample, batch)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
         for c in range(2):
-            mine = Sample(*(v[c] for v in sample))
+            mine = DrawnActions(*(v[c] for v in sample))
             value, share, advantage = by_hand(rule, logits[c].log_softmax(-1), mine, batch.y[c], batch.weight[c])
             assert float(loss[c].detach()) == pytest.approx(value, rel=1e-10)
             assert float(clipped[c]) == pytest.approx(share, abs=1e-12)
@@ -154,7 +154,7 @@ def test_padding_weighs_nothing(double, algorithm):
         old[-1, :, 2:] = -torch.rand(3, 2, generator=wild)
         actions[-1, :, 2:] = torch.randint(3, (3, 2), generator=wild)
         reward = (actions == batch.y[:, None]).double()
-        sample = Sample(actions, old, rule.advantage(reward, batch.weight), reference)
+        sample = DrawnActions(actions, old, rule.advantage(reward, batch.weight), reference)
         leaf = logits.clone().requires_grad_()
         loss, clipped = rule.policy_loss(leaf.log_softmax(-1), sample, batch)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
@@ -174,7 +174,7 @@ def test_algorithms_that_must_agree(double):
         rule = TwoStage(**how)
         one = Batch(batch.x, batch.y[:, at], batch.weight[:, at] / batch.weight[:, at].sum(-1, keepdim=True))
         mine = reward[..., at], actions[..., at], old[..., at], reference[:, at], logits[:, at].log_softmax(-1)
-        sample = Sample(mine[1], mine[2], rule.advantage(mine[0], one.weight), mine[3])
+        sample = DrawnActions(mine[1], mine[2], rule.advantage(mine[0], one.weight), mine[3])
         return rule.policy_loss(mine[4], sample, one)[0]
 
     torch.testing.assert_close(loss(algorithm="dapo", clip_high=0.2), loss(algorithm="grpo"))

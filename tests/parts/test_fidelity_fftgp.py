@@ -23,9 +23,9 @@ from fedvlm.data.pool import Pools
 from fedvlm.data.source import Embeddings, Item, Source, keep_classes, keep_domains
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluation.protocols import row as row_of
-from fedvlm.evaluation.protocols import summary
-from fedvlm.federation.admin import refuse
+from fedvlm.evaluation.protocols import matrix_row as row_of
+from fedvlm.evaluation.protocols import matrix_summary
+from fedvlm.federation.admin import refuse_keys
 from fedvlm.parts.adapters.network import IMAGENET
 from fedvlm.parts.adapters.resnet import ResNet
 from fedvlm.parts.local.bgp import Bgp, aligned_loss
@@ -297,7 +297,7 @@ def test_what_cannot_be_scored_so_is_refused_in_words():
     for key in ("score=domain", "unseen_split=all", "classes=x,y"):
         name, _, value = key.partition("=")
         with pytest.raises(FedvlmError, match=f"{name}=.* does not go with federation="):
-            refuse(resolve("fedclip", {name: value}))
+            refuse_keys(resolve("fedclip", {name: value}))
 
 
 CUT = {"partition": "domain-dirichlet", "clients": 2, "alpha": 0.3, "split": "50,25,25", "keep": True, "lr": 0.5}
@@ -344,7 +344,7 @@ def test_personal_models_are_scored_on_other_clients_images(scored):
     clients = record.finished.last["clients"]
     values = [[clients[f"{d}-{k}"]["personal"]["val"] for k in range(2)] for d in ("noto", "twemoji")]
     kept = [[v for v in two if v is not None] for two in values]
-    assert summary([row_of(record)])["P"] == pytest.approx(np.mean([np.mean(two) for two in kept]))
+    assert matrix_summary([row_of(record)])["P"] == pytest.approx(np.mean([np.mean(two) for two in kept]))
 
 
 def test_tables_say_what_was_scored(scored):

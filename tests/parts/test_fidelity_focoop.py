@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch
-from fedvlm.core.merge import Gaps, Replies
+from fedvlm.core.merge import Replies
 from fedvlm.engines.stacked import Stacked
 from fedvlm.parts.adapters.outsiders import Outsiders
 from fedvlm.parts.local.bdro import Bdro, noise
@@ -131,7 +131,7 @@ def test_a_kept_context_keeps_its_noun(double):
     )  # some nouns are far from classes
     sets = base + 0.1 * torch.randn(5, 6, 2, 8, generator=draw)
     cohort = Cohort(None, np.arange(5), 1)  # type: ignore[arg-type]
-    after = Transport().calibrated(shared, Replies(np.arange(5), {}, {"outsiders": sets}, Gaps({})), cohort)
+    after = Transport().calibrated(shared, Replies(np.arange(5), {}, {"outsiders": sets}), cohort)
     for noun, context in enumerate(after["outsiders"]):
         assert any(torch.equal(context, version) for version in sets[:, noun])
     assert cohort.effects["kept_nouns"] == [6.0]

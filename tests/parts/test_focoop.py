@@ -13,7 +13,7 @@ from helpers import ABLE, NOUNS, RULES, example, play
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch, Extra
-from fedvlm.core.merge import Gaps, Replies
+from fedvlm.core.merge import Replies
 from fedvlm.core.model import Model
 from fedvlm.core.state import Message, copy_per_client, with_client_axis
 from fedvlm.data.pool import Pools
@@ -194,7 +194,7 @@ def test_class_like_outsiders_are_found(double, seed):
 def test_the_server_drops_them_and_draws_classes_near(double):
     classes, away, like = planted(1)
     before = {"context": classes, "outsiders": away[:40]}
-    replies = Replies(np.arange(3), {}, {"outsiders": away.view(3, 40, 2, 16)}, Gaps({}))
+    replies = Replies(np.arange(3), {}, {"outsiders": away.view(3, 40, 2, 16)})
     merge = Transport(class_like=0.25, retain=0.5)
     after = merge.calibrated(before, replies, Cohort(None, np.arange(3), 1))  # type: ignore[arg-type]
     kept = [int((away == row).flatten(1).all(1).nonzero()[0]) for row in after["outsiders"]]

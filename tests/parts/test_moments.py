@@ -326,10 +326,10 @@ def test_solutions_are_linear_in_what_they_are_shrunk_towards():
     y = torch.randint(4, (30,), generator=draw)
     given = moments(ridge.with_one(x[:, :-1]), y, 4, balance=False)
     for solved, towards in ((Ridge(given), prior), (Gaussian(given), prior), (Bilinear(given, text), torch.eye(6))):
-        line = ridge.line(solved, 0.2, towards)
+        line = ridge.heads_on_line(solved, 0.2, towards)
         for t in (0.0, 0.5, 8.0):
             torch.testing.assert_close(line.at(t), solved.solve(0.2, t * towards), atol=1e-12, rtol=0)
-    line = ridge.line(Ridge(given), 0.2, prior)
+    line = ridge.heads_on_line(Ridge(given), 0.2, prior)
     expected = [float(((x @ line.at(t)).argmax(-1) == y).double().mean()) for t in (0.0, 0.5, 8.0)]
     assert line.accuracies((0.0, 0.5, 8.0), x, y) == expected and line.accuracies((1.0,), x[:0], y[:0]) == [0.0]
 

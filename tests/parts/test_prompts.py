@@ -28,7 +28,7 @@ from fedvlm.parts.adapters.proda import Proda, upper_bound
 from fedvlm.parts.adapters.prompt import Prompt
 from fedvlm.parts.adapters.prompt_memory import PromptMemory
 from fedvlm.parts.local.consistent import Consistent
-from fedvlm.parts.local.experts import KNOWN, POOL, NearestExperts, nearest
+from fedvlm.parts.local.experts import KNOWN, POOL, NearestExperts, nearest_prompts
 from fedvlm.parts.local.factored import Refactor
 from fedvlm.parts.local.groups import GroupSampling, gumbel, similarity
 from fedvlm.parts.local.knowledge import Knowledge
@@ -459,7 +459,7 @@ def test_the_nearest_prompts_of_others(double):
     context = pool[[1, 4]] + 0.01
     for known, expected in (([1, 1, 1, 1, 1, 1], 3), ([0, 1, 0, 1, 1, 0], 2), ([0, 0, 0, 0, 0, 0], 0)):
         extra = {POOL: pool, KNOWN: torch.tensor(known, dtype=torch.float64)}
-        others, count = nearest(context, 3, Message({}, extra=extra), data)
+        others, count = nearest_prompts(context, 3, Message({}, extra=extra), data)
         assert count.tolist() == [expected] * 2
         for row, client in enumerate((1, 4)):
             usable = [i for i in range(6) if known[i] and i != client]
@@ -569,7 +569,7 @@ def test_noise_reaches_the_shared_context_and_the_factors_but_not_the_residual(d
     method, data = method_of(adapter, Refactor, epochs=1, momentum=0.0)
     private = replace(method, privacy=Privacy("example", 1.0, 1.0, 5.0))
     assert example_refusal(private, SimpleNamespace(data=data, names=tuple("abcdef"))) == ""
-    derived = replace(private, local=type("Derived", (Refactor,), {})())
+    derived = replace(private, local=type("Derived", (Refactor,), {"fit": lambda *args: Refactor.fit(*args)})())
     assert "trains in its own way" in example_refusal(derived, SimpleNamespace(data=data, names=tuple("abcdef")))
     one = Stacked(method, data, 6).at(np.array([0]), 1)
     ends = []
@@ -577,7 +577,7 @@ def test_noise_reaches_the_shared_context_and_the_factors_but_not_the_residual(d
         params = with_client_axis(method.initial | {k: method.newcomer[k] for k in adapter.private})
         params = {k: v.clone() for k, v in params.items()}
         descent = PrivateDescent(noise, 1.0, b"secret")
-        method.local.fit(method.model, params, Message(method.initial), {}, replace(one, private=descent))
+        method.local.fit(method.model, params, Message(method.initial), {}, descent.on(one))
         ends.append(params)
     assert torch.equal(ends[0]["rest"], ends[1]["rest"])
     for name in ("context", "left", "right"):

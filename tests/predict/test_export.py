@@ -35,7 +35,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.predict import questions
 from fedvlm.predict.export.card import plain
-from fedvlm.predict.export.onnx import difference, example_images, pixels_of, preprocessing, to_onnx
+from fedvlm.predict.export.onnx import example_images, onnx_difference, pixels_of, preprocessing, to_onnx
 from fedvlm.predict.export.weights import copy_backbone
 from fedvlm.predict.predictor import FAR_BELOW, Predictor, far_below
 
@@ -231,8 +231,10 @@ def example(name: str) -> Predictor:
 def test_a_wrong_onnx_file_is_noticed(run, exported):
     data, images = (exported / "model.onnx").read_bytes(), example_images()
     pixels = pixels_of(backbones.load("mini-clip"), images)
-    assert difference(data, run.predictor(), images, pixels, 0) == ""
-    assert "probabilities differ from fedvlm's by 0." in difference(data, run.predictor("twemoji"), images, pixels, 0)
+    assert onnx_difference(data, run.predictor(), images, pixels, 0) == ""
+    assert "probabilities differ from fedvlm's by 0." in onnx_difference(
+        data, run.predictor("twemoji"), images, pixels, 0
+    )
 
 
 class Solves(Adapter):
@@ -414,7 +416,7 @@ def test_damaged_answers_are_named(run, answers, tmp_path):
     (tmp_path / "evaluations").mkdir()
     (tmp_path / "evaluations" / "x.json").write_text('{"format": 7}')
     with pytest.raises(FedvlmError, match=r"x.json is damaged or of another version \(format 7"):
-        questions.read(tmp_path)
+        questions.read_answers(tmp_path)
 
 
 # A run's folder

@@ -4,7 +4,7 @@ active server finds, and runs against the plain mean."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
@@ -20,7 +20,6 @@ pytest.importorskip("cryptography")
 
 from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.merge import FINE, Summand
 from fedvlm.core.state import Message, State
 from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
@@ -30,10 +29,11 @@ from fedvlm.parts import registry
 from fedvlm.parts.merge.mean import Mean
 from fedvlm.privacy.secure import graph, keys, shamir
 from fedvlm.privacy.secure.client import Client
-from fedvlm.privacy.secure.fixed import Plan
+from fedvlm.privacy.secure.fixed import SumPlan
 from fedvlm.privacy.secure.messages import HEAD, KINDS, Parameters, pack_records, pack_sets, traffic, unpack_records
 from fedvlm.privacy.secure.server import Total, aggregate, draw
-from fedvlm.privacy.secure.settings import Secure, Summation, Summed, fingerprint
+from fedvlm.privacy.secure.settings import Secure, Summation, Summed, message_fingerprint
+from fedvlm.privacy.secure.sums import FINE, Summand, needs_replies, sums_only
 from fedvlm.rounds.method import Method, name_of
 from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
@@ -120,21 +120,21 @@ def interpolated(points: dict[int, int]) -> int:
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 6), st.data())
 def test_shares_give_the_secret_as_brute_force_interpolation_does(secret, need, data):
     holders = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=need, max_size=8, unique=True))
-    shares = shamir.split(secret, need, holders)
+    shares = shamir.split_secret(secret, need, holders)
     some = {i: shares[i] for i in data.draw(st.permutations(holders))[:need]}
-    assert shamir.join(some) == secret
+    assert shamir.join_shares(some) == secret
     brute = interpolated({i: int.from_bytes(share, "little") for i, share in some.items()})
     assert brute == int.from_bytes(secret, "little")
 
 
 def test_fewer_shares_fit_every_secret():
     """Two of three shares: for any secret there is a third share that makes it."""
-    shares = shamir.split(bytes(range(32)), 3, [4, 9, 11])
+    shares = shamir.split_secret(bytes(range(32)), 3, [4, 9, 11])
     weights = shamir.lagrange((4, 9, 11))
     for wanted in (bytes(32), bytes([255] * 32), b"x" * 32):
         known = sum(weights[i] * int.from_bytes(shares[i], "little") for i in (4, 9))
         third = (int.from_bytes(wanted, "little") - known) * pow(weights[11], -1, shamir.PRIME) % shamir.PRIME
-        assert shamir.join({4: shares[4], 9: shares[9], 11: third.to_bytes(33, "little")}) == wanted
+        assert shamir.join_shares({4: shares[4], 9: shares[9], 11: third.to_bytes(33, "little")}) == wanted
 
 
 def test_key_agreement_and_derivation_follow_the_rfcs():
@@ -175,8 +175,8 @@ def test_a_key_of_small_order_is_refused():
 
 def test_the_rule_for_neighbours():
     """Complete for few; for many the union bounds of graph.py, computed here from the definition."""
-    assert graph.size(10, 6) == graph.Size(9, 6)
-    k, t = graph.size(1000, 600)
+    assert graph.graph_size(10, 6) == graph.Size(9, 6)
+    k, t = graph.graph_size(1000, 600)
     assert (k, t) == (98, 54) and 2 * t > k + 1
     assert 1000 * graph.tail(999, 200, k, t) <= 2**-40 and 1000 * 0.4 ** (k / 2) <= 2**-40
     assert 1000 * graph.tail(999, 200, k, k - t + 1) <= 2**-20
@@ -423,8 +423,8 @@ def test_the_fingerprint_is_of_everything_that_is_sent():
         replace(message, reference={}),
     ]
     others += [replace(message, shared={"w": torch.ones(1, 2)}), replace(message, shared={"w": torch.ones(2).half()})]
-    assert fingerprint(message) == fingerprint(replace(message, shared={"w": torch.ones(2)}))
-    assert len({fingerprint(m) for m in (message, *others)}) == 6
+    assert message_fingerprint(message) == message_fingerprint(replace(message, shared={"w": torch.ones(2)}))
+    assert len({message_fingerprint(m) for m in (message, *others)}) == 6
 
 
 def test_a_site_may_ask_for_more_than_three():
@@ -503,7 +503,7 @@ def test_a_client_that_answers_nonsense_never_makes_a_wrong_sum(kind, junk):
 
 def test_a_sum_that_is_not_one_is_noticed():
     """A client whose masks do not cancel: with the weights' range in 64 bits, once in 2⁴⁰ by chance."""
-    plan = Plan.of(Mean().ranges(None, {"w": torch.zeros(4)}, 64.0), 5)
+    plan = SumPlan.of(Mean().ranges(None, {"w": torch.zeros(4)}, 64.0), 5)
     values = {"weight": torch.ones(1), "loss": torch.ones(1), "update/w": torch.ones(1, 4)}
     network = Network(
         dict.fromkeys(vectors(5), plan.encode(values)[0]),
@@ -554,7 +554,7 @@ def test_answers_of_others_and_second_answers_do_not_count():
 
 
 def test_integers_are_exact_to_half_a_step_and_clipping_is_counted():
-    plan = Plan.of({"w": Summand((3,), 1.0, weight="n"), "n": Summand((), 1000.0, 1.0)}, 10)
+    plan = SumPlan.of({"w": Summand((3,), 1.0, weight="n"), "n": Summand((), 1000.0, 1.0)}, 10)
     values = {"w": torch.tensor([[0.1, -0.7, 5.0], [1 / 3, -2.0, 9.0]]), "n": torch.tensor([7.0, 2000.0])}
     rows = plan.encode(values)
     assert rows.shape == (2, plan.length) and plan.bits == 64
@@ -572,7 +572,7 @@ def test_integers_are_exact_to_half_a_step_and_clipping_is_counted():
 )
 def test_the_largest_sum_never_wraps(clients, high, weighted, most, step):
     try:
-        plan = Plan.of({"w": Summand((1,), high, step, "n" * weighted), "n": Summand((), float(most), 1.0)}, clients)
+        plan = SumPlan.of({"w": Summand((1,), high, step, "n" * weighted), "n": Summand((), float(most), 1.0)}, clients)
     except FedvlmError as error:
         assert "can add up to more than 64 bits" in str(error)
         return
@@ -589,7 +589,7 @@ def test_the_largest_sum_never_wraps(clients, high, weighted, most, step):
 
 def test_32_bits_where_they_are_enough_else_64_else_an_error():
     def bits(clients: int, high: float) -> int:
-        return Plan.of({"update": Summand((10,), high)}, clients).bits
+        return SumPlan.of({"update": Summand((10,), high)}, clients).bits
 
     assert (bits(100, 1.0), bits(127, 1.0), bits(128, 1.0), bits(4, 64.0)) == (32, 32, 64, 64)
     with pytest.raises(FedvlmError, match=r"update of 1000000 clients, each up to 1e\+06, .* smaller secure_range="):
@@ -597,7 +597,7 @@ def test_32_bits_where_they_are_enough_else_64_else_an_error():
 
 
 def test_a_sum_that_honest_clients_cannot_reach_is_noticed():
-    plan = Plan.of({"update": Summand((2,), 1.0)}, 8)
+    plan = SumPlan.of({"update": Summand((2,), 1.0)}, 8)
     total = plan.encode({"update": torch.ones(3, 2)}).sum(0, dtype=plan.dtype)
     assert plan.decode(total, 3)["update"].tolist() == [3, 3]
     with pytest.raises(VoidRound, match="sum of update over 2 clients is beyond"):
@@ -618,7 +618,7 @@ class Masked(Stacked):
         clients = {int(i): Client(int(i)) for i in ids}
 
         def vector(i: int) -> np.ndarray:
-            assert clients[i].parameters.model == fingerprint(message)  # a real client refuses
+            assert clients[i].parameters.model == message_fingerprint(message)  # a real client refuses
             (reply,) = self.run("train", np.array([i]), message, round, exchange)
             return wanted.contributions(reply)[0]
 
@@ -627,7 +627,7 @@ class Masked(Stacked):
                 if i not in self.dropped.get(kind, ()):
                     yield i, clients[i].answer(kind, question, partial(vector, i))
 
-        parameters = draw(clients, wanted.threshold, wanted.plan.clients, wanted.limit, fingerprint(message))
+        parameters = draw(clients, wanted.threshold, wanted.plan.clients, wanted.limit, message_fingerprint(message))
         total = aggregate(parameters, wanted.plan.length, wanted.plan.dtype, ask)
         return Summed(total.sum, np.array(total.ids))
 
@@ -713,15 +713,24 @@ def test_too_few_clients_are_not_even_asked(double):
 
 @pytest.mark.parametrize("name", [n for n in registry.names("merge") if n not in ("mean", "classwise", "moments")])
 def test_merges_that_look_at_single_replies_are_refused(name):
-    assert registry.find("merge", name)().needs_replies().startswith("works on the replies of single clients")
+    assert needs_replies(registry.find("merge", name)()).startswith("works on the replies of single clients")
 
 
 def test_a_subclass_says_for_itself_that_sums_are_enough():
-    @dataclass(frozen=True)
-    class Mine(Mean):
+    class Renamed(Mean):
         pass
 
-    assert Mean().needs_replies() == "" and "single clients" in Mine().needs_replies()
+    class Mine(Mean):
+        def round(self, *args):
+            return super().round(*args)
+
+    class Marked(Mine):
+        @sums_only
+        def round(self, *args):
+            return super().round(*args)
+
+    assert needs_replies(Mean()) == needs_replies(Renamed()) == needs_replies(Marked()) == ""
+    assert "single clients" in needs_replies(Mine()) and "cosine=true" in needs_replies(Mean(cosine=True))
     with pytest.raises(FedvlmError, match="replies of single clients"):
         list(Cohort(None, ABLE, 1, secure=SECURE).stream("train", Message({})))
 
@@ -781,7 +790,7 @@ def test_clients_in_folders_give_the_sums_of_the_serial_engine_and_no_single_upd
     lines = list(ledger.entries(tmp_path / "loopback" / "clients" / "noto" / ledger.SENT))
     assert [e.masked for e in lines if e.step == "secure.masked"] == [True, True]
     assert not any(t.name.startswith("shared/") for e in lines for t in e.tensors)
-    client = worker.Client(tmp_path / "loopback" / "clients" / "noto")
+    client = worker.SiteClient(tmp_path / "loopback" / "clients" / "noto")
     message = runs["loopback"].load()[0].message()
     for step, round, reason in (("train", 3, "own update"), ("secure.keys", 2, "sum of round 2 before")):
         frame = wire.pack(wire.Header(step, round), message.parts() | {wire.SECURE: {"payload": wire.octets(b"x")}})

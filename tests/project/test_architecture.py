@@ -7,6 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import house
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fedvlm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -44,3 +46,10 @@ def test_every_file_and_function_that_the_page_names_exists():
         assert (PACKAGE / path).exists() or (PACKAGE / f"{path}.py").exists(), path
     for name in set(re.findall(r"`(\w+)` of ", PAGE)):
         assert re.search(rf"^\s*(?:def|class) {name}\b", source, re.MULTILINE), name
+
+
+def test_a_public_name_stands_for_one_thing():
+    """At most 5 % of the functions and classes share their name with another module's, such as `main` of the commands."""
+    counts = house.public_names({p: ast.parse(p.read_text(encoding="utf-8")) for p in PACKAGE.rglob("*.py")})
+    shared = sorted(name for name, count in counts.items() if count > 1)
+    assert len(counts) > 1000 and len(shared) < 0.05 * len(counts), shared

@@ -295,7 +295,7 @@ def test_the_site_builds(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     build(load_config("mkdocs.yml", strict=True, site_dir=str(tmp_path)))
     made = {p.stem: p.read_text(encoding="utf-8") for p in (tmp_path / "methods").glob("*.html")}
-    assert made.keys() == set(recipe.names())
+    assert made.keys() == set(recipe.recipe_names())
     for name in ("fedot", "feddtl", "focoop"):
         for part in ("Idea and equations", "Settings", "Published results", "Our results", "Mechanisms", "Pitfalls"):
             assert f">{part}<" in made[name] or f">{part}" in made[name], (name, part)

@@ -16,7 +16,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 
 from run_folders import many, with_outputs, write  # noqa: E402
 
-from fedvlm.report.page import Options, page  # noqa: E402
+from fedvlm.report.page import PageOptions, page  # noqa: E402
 
 pytestmark = pytest.mark.browser
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -44,7 +44,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = many(folder)
     for run in runs:
         with_outputs(run)
-    page(runs, folder / "page.html", Options(details=True))
+    page(runs, folder / "page.html", PageOptions(details=True))
     return folder / "page.html"
 
 

@@ -28,7 +28,7 @@ from fedvlm.report import axes, charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
 from fedvlm.report.details import calibration, confusion, details, mirrored, most_confused, principal
 from fedvlm.report.figures import LIGHT, gather
-from fedvlm.report.page import Options, code, html
+from fedvlm.report.page import PageOptions, code, html
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
@@ -100,7 +100,7 @@ def test_everything_in_a_run_folder_is_text(tmp_path: Path) -> None:
     )
     run.write("run.json", bad.to_json().encode())
     with_outputs(run)
-    page = html([run], Options(details=True))
+    page = html([run], PageOptions(details=True))
     assert "<img" not in page and "&lt;img src=x" in page
 
 
@@ -125,7 +125,7 @@ def test_megabytes_are_the_sum_of_all_rounds_so_far(runs: list[RunFolder]) -> No
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (31.2, 48.9), (0.001, 0.0012), (-3, 250)])
 def test_ticks_are_round_numbers_inside(low: float, high: float) -> None:
-    found = svg.steps(low, high)
+    found = svg.round_steps(low, high)
     assert 2 <= len(found) <= 8 and all(low - 1e-9 <= v <= high + 1e-9 for v in found)
     assert np.ptp(np.diff(found)) < 1e-9
 
@@ -161,7 +161,7 @@ def test_names_cover_neither_markers_nor_each_other() -> None:
     markers = [axes.Box(x - 6, y - 6, x + 6, y + 6) for x, y in points]
     names: list[axes.Box] = []
     for x, y in points:
-        names.append(axes.place(x, y, 60.0, [*markers, *names])[1])
+        names.append(axes.name_place(x, y, 60.0, [*markers, *names])[1])
     for k, name in enumerate(names):
         assert all(name.shared(other) == 0 for other in [*markers, *names[:k]])
         assert name.left >= svg.LEFT and name.right <= svg.WIDTH and name.top >= svg.TOP
@@ -253,7 +253,7 @@ def test_tsne_is_drawn_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["report", str(run.folder), "--details", "--tsne", "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert chart_called(page, "Image features, fedavg, t-SNE").count("<circle") == 24  # the held-out client has crosses
-    assert "t-SNE" not in html([run], Options(details=True))
+    assert "t-SNE" not in html([run], PageOptions(details=True))
 
 
 def test_confusions_are_by_client(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_notes_have_commands_as_code() -> None:
 def test_what_models_said_comes_before_the_comparison(tmp_path: Path) -> None:
     run = write(tmp_path, "fedavg", "art")
     with_outputs(run)
-    page = html([run], Options(details=True))
+    page = html([run], PageOptions(details=True))
     titles = re.findall(r"<h3>(.*?)</h3>", page)
     assert titles[:4] == ["Summary", "Calibration", "Accuracy by class", "Confusion matrices"]
     assert titles.index("Accuracy and cost") < titles.index("Image features before and after training")
@@ -297,7 +297,7 @@ def test_details_are_shown_when_asked_for(tmp_path: Path) -> None:
     for k, run in enumerate(runs):
         with_outputs(run, shift=float(k))
     assert "Confusion matrices" not in html(runs)
-    page = html(runs, Options(details=True))
+    page = html(runs, PageOptions(details=True))
     for words in (
         "Reliability, shared",
         "Confusion matrices",
@@ -309,7 +309,7 @@ def test_details_are_shown_when_asked_for(tmp_path: Path) -> None:
     assert details([(0, "none", [])]) is None
     (runs[0].folder / "outputs.safetensors").unlink()
     (runs[1].folder / "outputs.safetensors").unlink()
-    assert "kept no outputs" in html(runs, Options(details=True))
+    assert "kept no outputs" in html(runs, PageOptions(details=True))
 
 
 @pytest.mark.parametrize("damage", ["label", "shape", "bytes", "nan"])
@@ -354,8 +354,8 @@ def pictured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def test_images_only_when_asked_for_and_said_so(pictured: RunFolder) -> None:
-    assert "data:image" not in html([pictured], Options(details=True))
-    page = html([pictured], Options(images=True))
+    assert "data:image" not in html([pictured], PageOptions(details=True))
+    page = html([pictured], PageOptions(images=True))
     thumbnails = re.findall(r'src="data:image/jpeg;base64,([^"]*)"', page)
     assert len(thumbnails) == 3 * 6 and "This page contains images of the data" in page
     assert page.index("contains images") < page.index("Summary")
@@ -366,7 +366,7 @@ def test_images_that_are_not_the_runs_are_refused(pictured: RunFolder, tmp_path:
     for path in (tmp_path / "data" / "art" / "a").iterdir():
         path.unlink()
     with pytest.raises(FedvlmError, match="not what it was trained on"):
-        html([pictured], Options(images=True))
+        html([pictured], PageOptions(images=True))
 
 
 def test_outsiders_are_drawn_as_the_run_scored_them(images: Path, tmp_path: Path) -> None:
@@ -386,5 +386,5 @@ def test_outsiders_are_drawn_as_the_run_scored_them(images: Path, tmp_path: Path
     data = model.tested.data
     own = outsiders.sure(model, data.x[torch.from_numpy(rows_of_tests(data))])
     assert np.sort(own) == pytest.approx(np.sort(said.probabilities("shared").max(1)), abs=1e-5)  # type: ignore[union-attr]
-    page = html([run], Options(details=True))
+    page = html([run], PageOptions(details=True))
     assert "Outsiders, zero-shot" in page and any(tip.startswith("outsiders: ") for tip in tips(page))

@@ -24,7 +24,7 @@ from fedvlm.core.records import MetricRecord, PartRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.report import fairness
 from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
-from fedvlm.report.gains import against
+from fedvlm.report.gains import against_frozen
 from fedvlm.report.page import page
 from fedvlm.report.tables import settings, summarise
 from fedvlm.report.written import latex, write_csv
@@ -47,7 +47,7 @@ def test_figure(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_fairness_figure(case: str, tmp_path: Path) -> None:
-    fairness.figure(CASES[case](tmp_path / "runs"), tmp_path / "figure.png")
+    fairness.fairness_figure(CASES[case](tmp_path / "runs"), tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as image:
         pixels = np.asarray(image.convert("RGB"), int)
     assert (pixels.min(2) < 120).sum() > 1000
@@ -206,11 +206,11 @@ def test_without_further_metrics_nothing_is_added(tmp_path: Path) -> None:
 
 def test_methods_are_compared_with_the_frozen_model(tmp_path: Path) -> None:
     table = summarise(many(tmp_path))
-    assert against(table) == [
+    assert against_frozen(table) == [
         "fedavg beats zero-shot by more than two standard errors (C +15.0 ± 0.0, 2 seeds)",
         "fedot beats zero-shot by more than two standard errors (C +35.0 ± 0.0, 2 seeds)",
     ]
-    assert against(summarise([write(tmp_path / "one", "fedavg", "art")])) == []
+    assert against_frozen(summarise([write(tmp_path / "one", "fedavg", "art")])) == []
     assert r"fedot & \textbf{76.50 $\pm$ 0.71} &" in latex({"": table})
 
 
@@ -257,7 +257,7 @@ def test_a_data_frame_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
         EXAMPLE.to_pandas()
 
 
-@pytest.mark.parametrize("draw", [drawn, fairness.drawn])
+@pytest.mark.parametrize("draw", [drawn, fairness.fairness_of])
 def test_a_figure_is_an_object_without_global_state(draw, tmp_path: Path) -> None:
     """Drawn later, outside matplotlib's settings of the theme, it looks the same."""
     runs, before = CASES["one run, names with $"](tmp_path / "runs"), dict(matplotlib.rcParams)
@@ -265,7 +265,7 @@ def test_a_figure_is_an_object_without_global_state(draw, tmp_path: Path) -> Non
     assert isinstance(made, Figure) and not list(tmp_path.glob("*.png"))
     assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
     made.savefig(tmp_path / "later.png", dpi=200)
-    {drawn: figure, fairness.drawn: fairness.figure}[draw](runs, tmp_path / "at once.png", DARK)
+    {drawn: figure, fairness.fairness_of: fairness.fairness_figure}[draw](runs, tmp_path / "at once.png", DARK)
     with Image.open(tmp_path / "later.png") as one, Image.open(tmp_path / "at once.png") as other:
         assert one.size == other.size
         assert np.abs(np.asarray(one.convert("RGB"), int) - np.asarray(other.convert("RGB"), int)).max() == 0

@@ -17,7 +17,7 @@ from fedvlm.config.config import Config, resolve
 from fedvlm.core.records import BackboneRecord, DataRecord, PrivacyRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import by_seed
-from fedvlm.report.gains import against, best, gain
+from fedvlm.report.gains import against_frozen, best_row, gain
 from fedvlm.report.tables import WORST, grouped, privacy_lines, summarise
 from fedvlm.system import console
 from fedvlm.system.table import Table
@@ -74,12 +74,12 @@ def test_the_best_is_bold_only_beyond_the_spread(tmp_path: Path) -> None:
         "best by more than two standard errors of the paired difference over seeds (bold): fedot (G, S, P, C)"
     )
     close = {"a": {"P": {1: 50.0, 2: 60.0, 3: 55.0}}, "b": {"P": {1: 51.0, 2: 52.0, 3: 56.0}}}
-    assert best(close, "P") == ""  # a is 2 better on average, with a standard error of 3
+    assert best_row(close, "P") == ""  # a is 2 better on average, with a standard error of 3
     less = close | {"a": {"P": {1: 51.0, 2: 54.0, 3: 61.0}}}  # 0, 2, 5: 1.6 standard errors
-    assert best(less, "P") == ""
-    assert best(close | {"a": {"P": {1: 59.0, 2: 60.0, 3: 64.1}}}, "P") == "a"
-    assert best({"a": {"P": {1: 90.0}}, "b": {"P": {1: 10.0}}}, "P") == ""  # one seed has no spread
-    assert best({"a": {"P": {1: 90.0, 2: 80.0}}}, "P") == ""
+    assert best_row(less, "P") == ""
+    assert best_row(close | {"a": {"P": {1: 59.0, 2: 60.0, 3: 64.1}}}, "P") == "a"
+    assert best_row({"a": {"P": {1: 90.0}}, "b": {"P": {1: 10.0}}}, "P") == ""  # one seed has no spread
+    assert best_row({"a": {"P": {1: 90.0, 2: 80.0}}}, "P") == ""
     assert "<b>76.50 ± 0.71</b>" in table._repr_html_()
 
 
@@ -121,7 +121,7 @@ def test_a_terminal_prints_it_bold(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_without_held_out_clients_the_frozen_model_is_compared_on_both(tmp_path: Path) -> None:
     runs = [write(tmp_path, m, seed=s, rounds=r) for m, r in (("zero-shot", 0), ("fedavg", 3)) for s in (1, 2)]
-    assert [line.split(" (")[1][:1] for line in against(summarise(runs))] == ["S", "P"]
+    assert [line.split(" (")[1][:1] for line in against_frozen(summarise(runs))] == ["S", "P"]
 
 
 @pytest.fixture

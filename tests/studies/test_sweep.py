@@ -134,7 +134,7 @@ def test_sweeps_that_make_no_sense(given, says):
 
 def test_a_closed_form_has_no_optimiser_to_sweep(images, capsys):
     setup = resolve("moments", {"data": str(images), "lr": 0.5, "unseen": "noto"})
-    assert not {"lr", "local.lr", "batch"} & set(sweep.keys_of(setup)) and "pulls" in sweep.keys_of(setup)
+    assert not {"lr", "local.lr", "batch"} & set(sweep.keys_to_sweep(setup)) and "pulls" in sweep.keys_to_sweep(setup)
     planning.checked(setup, Pools())
     assert "lr= has no effect on moments" in capsys.readouterr().out
 

@@ -169,7 +169,7 @@ def test_an_object_with_an_odd_name_stays_in_the_cache():
     path = objects.description("object:../../../../etc/passwd")
     assert path.parent.name == "objects" and ".." not in path.parts
     with pytest.raises(FedvlmError, match="was a Python object"):
-        objects.load("object:../../../../etc/passwd")
+        objects.load_object("object:../../../../etc/passwd")
 
 
 def test_a_client_is_found_by_its_whole_name(done, tmp_path):

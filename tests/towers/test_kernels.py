@@ -51,7 +51,7 @@ def test_attention(qkv_clients, clients, rows, positions, before, heads, size):
     past = layers.split_heads(words, 2, heads)
     assert kernels.supports(qkv.bfloat16(), past) and not kernels.supports(qkv, past)
     assert not kernels.supports(drawn(1, 1, 65, 3 * heads * size).bfloat16(), past)
-    found, expected = kernels.attend(qkv, past), reference(qkv, past)
+    found, expected = kernels.fused_attend(qkv, past), reference(qkv, past)
     weights = torch.randn_like(expected)
     gradients = (torch.autograd.grad((out * weights).sum(), (qkv, words)) for out in (found, expected))
     assert distance(found, expected) < 1e-5
@@ -66,7 +66,7 @@ def test_addition_and_layer_norm(shape, both, used):
     weight, bias = 1 + 0.1 * drawn(shape[-1], seed=2), drawn(shape[-1], seed=3)
     total = x if update is None else x + update
     expected = {"total": total, "normed": F.layer_norm(total, shape[-1:], weight, bias, 1e-3)}
-    found = dict(zip(expected, kernels.add_and_norm(x, update, weight, bias, 1e-3), strict=True))
+    found = dict(zip(expected, kernels.fused_add_and_norm(x, update, weight, bias, 1e-3), strict=True))
     assert all(distance(found[k], v) < 1e-5 for k, v in expected.items())
     weights = {k: torch.randn_like(x) for k in used.split()}
     leaves = [x] if update is None else [x, update]
@@ -78,7 +78,7 @@ def test_addition_and_layer_norm(shape, both, used):
 
 def test_without_working_kernels_pytorch_is_used(monkeypatch):
     kernels.probe(DEVICE)
-    monkeypatch.setattr(kernels, "attend", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(kernels, "fused_attend", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         kernels.probe(DEVICE)
     layers.triton_kernels.cache_clear()

@@ -31,7 +31,7 @@ def tensors(inner: int, outer: int, rows: int = 130):
 def test_values_and_gradients_are_those_of_float64(library, widths):
     given = [v.requires_grad_() for v in tensors(*widths)]
     exact = [v.detach().double().requires_grad_() for v in given]
-    found, expected = products.linear(*given), F.linear(*exact)
+    found, expected = products.plain_linear(*given), F.linear(*exact)
     found.square().sum().backward()
     expected.square().sum().backward()
     assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-4)
@@ -44,7 +44,7 @@ def test_a_frozen_part_gets_no_gradient(library, trained):
     x, weight, bias = tensors(32, 16)
     x.requires_grad_(trained[0])
     weight.requires_grad_(trained[1])
-    products.linear(x, weight, bias).sum().backward()
+    products.plain_linear(x, weight, bias).sum().backward()
     assert (x.grad is not None, weight.grad is not None, bias.grad is not None) == (*trained, False)
 
 
@@ -57,7 +57,7 @@ def test_a_module_calls_it_inside_the_context(library):
         return F.linear(*given)
 
     with pytest.MonkeyPatch.context() as patch, products.fast_linear(x):
-        patch.setattr(products, "linear", counted)
+        patch.setattr(products, "plain_linear", counted)
         inside = module(x)
     assert torch.allclose(inside, module(x)) and len(calls) == (library == "oneDNN")
 
@@ -65,7 +65,7 @@ def test_a_module_calls_it_inside_the_context(library):
 def test_gradient_of_a_gradient(library):
     x, weight, _ = tensors(32, 16)
     x.requires_grad_()
-    (slope,) = torch.autograd.grad(products.linear(x, weight).pow(3).sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(products.plain_linear(x, weight).pow(3).sum(), x, create_graph=True)
     (curvature,) = torch.autograd.grad(slope.sum(), x)
     exact = x.detach().double().requires_grad_()
     (slope,) = torch.autograd.grad(F.linear(exact, weight.double()).pow(3).sum(), exact, create_graph=True)
@@ -80,20 +80,20 @@ def test_a_frozen_weight_gives_the_same_product_again_and_in_any_place(library, 
     too, as far as 64 bytes go: torch's own allocations begin at a multiple of it."""
     x, weight, bias = tensors(*widths, rows=rows)
     x = x.flatten(0, 1)
-    product = products.frozen(weight, bias, rows)
+    product = products.frozen_product(weight, bias, rows)
     first = product(x)
     exact = F.linear(x.double(), weight.double(), bias.double())
     assert torch.allclose(first.double(), exact, rtol=1e-5, atol=1e-4)
     for offset in (1, 2, 3, 5) if library == "oneDNN" else (16, 32, 80):
         moved = torch.empty(x.numel() + offset)[offset:].view_as(x).copy_(x)
         assert torch.equal(product(moved), first), offset
-    assert torch.equal(products.frozen(weight.clone(), bias.clone(), rows)(x), first)
+    assert torch.equal(products.frozen_product(weight.clone(), bias.clone(), rows)(x), first)
 
 
 def test_a_frozen_weight_takes_part_in_half_precision(library):
     x, weight, bias = tensors(32, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.frozen(weight, bias, 65)(x).dtype == torch.bfloat16
+        assert products.frozen_product(weight, bias, 65)(x).dtype == torch.bfloat16
 
 
 def test_no_makers_name_decides():
@@ -103,6 +103,6 @@ def test_no_makers_name_decides():
 
 def test_other_precisions_are_left_to_torch(library):
     x, weight, bias = tensors(32, 16)
-    assert torch.equal(products.linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
+    assert torch.equal(products.plain_linear(x.double(), weight.double()), F.linear(x.double(), weight.double()))
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.linear(x, weight, bias).dtype == torch.bfloat16
+        assert products.plain_linear(x, weight, bias).dtype == torch.bfloat16

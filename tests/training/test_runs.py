@@ -231,7 +231,7 @@ def test_a_run_says_with_what_it_was_computed_and_where_that_changed(images, tmp
         train.train(PlannedRun(whole, Pools().load(whole), run.folder), stop)
     here = str(arithmetic())
     assert run.record.processors == {"server": [here]} and arithmetic().mark in here
-    monkeypatch.setattr(train, "described", lambda device: "oneDNN, AVX2, on another processor (00000000)")
+    monkeypatch.setattr(train, "described_arithmetic", lambda device: "oneDNN, AVX2, on another processor (00000000)")
     train.train(PlannedRun(whole, Pools().load(whole), run.folder))
     assert run.done and run.record.processors == {"server": [here, "oneDNN, AVX2, on another processor (00000000)"]}
     run.computed_by({"server": here})

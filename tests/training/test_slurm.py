@@ -51,7 +51,7 @@ class Cluster:
 def cluster(monkeypatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(slurm, "submit", found.submit)
-    monkeypatch.setattr(slurm, "check", lambda name: None)
+    monkeypatch.setattr(slurm, "check_launcher", lambda name: None)
     monkeypatch.setattr(slurm, "POLL", 0.0)
     return found
 
@@ -109,8 +109,8 @@ def test_a_job_that_ended_without_its_run(tmp_path, images, cluster):
 def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None)
     with pytest.raises(FedvlmError, match=r'launcher=slurm needs submitit.*pip install "fedvlm\[slurm\]"'):
-        slurm.check("slurm")
-    slurm.check("none")
+        slurm.check_launcher("slurm")
+    slurm.check_launcher("none")
 
 
 def test_what_a_job_asks_for():

@@ -56,7 +56,7 @@ def candidates(before: list[str], current: str) -> list[str]:
     if "=" in current:
         key = current.partition("=")[0]
         return [f"{key}={value}" for value in values(key, named, given)]
-    methods = recipe.names() if verb in TAKES_METHOD and (not named or verb == "bench") else []
+    methods = recipe.recipe_names() if verb in TAKES_METHOD and (not named or verb == "bench") else []
     takes_keys = verb in (*TAKES_METHOD, "demo") and (named or verb == "demo")
     known = [f"{k.name}=" for k in keys(named, given)] + ["on=", "adapter=", "local=", "merge="] if takes_keys else []
     unused = [k for k in known if k[:-1] not in given]

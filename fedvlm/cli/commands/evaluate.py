@@ -9,7 +9,7 @@ from fedvlm import api
 from fedvlm.cli.commands.output import write_rows
 from fedvlm.config.config import key_values
 from fedvlm.errors import FedvlmError
-from fedvlm.predict.questions import FOLDER, table
+from fedvlm.predict.questions import FOLDER, answers_table
 from fedvlm.system import console
 
 KEYS = [name for name in inspect.signature(api.Run.evaluate).parameters if name != "self"]
@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> None:
             raise FedvlmError(f"{key}=: evaluate takes {known} only; everything else is taken from the run")
     lines: list[list[str]] = []
     for run in api.runs(args.run, trust=args.trust):
-        answers = table(run.evaluate(**{k: v.split(",") for k, v in given.items()}))
+        answers = answers_table(run.evaluate(**{k: v.split(",") for k, v in given.items()}))
         console.line(f"{run.record.method.label}, seed {run.record.seed}; written to {run.folder / FOLDER}")
         console.show(answers)
         lines += [[str(run.folder), *(row.get(c, "") for c in answers.columns)] for row in answers.rows]

@@ -30,7 +30,7 @@ def init(sites: list[str], pairs: list[str]) -> None:
     given = values(INIT, pairs)
     name, host, port = str(given["name"]), str(given["host"]), int(str(given["port"]))
     out = Path(str(given["out"]) or name).expanduser()
-    provision.init(sites, name, host, port, out)
+    provision.new_federation(sites, name, host, port, out)
     console.line(f"{out}: the kits of federation {name}, with certificates for {provision.KIT_DAYS} days")
     console.line(f"server.zip goes to the machine that the sites reach as {host}:{port}: fedvlm serve server.zip")
     for site in sites:
@@ -50,7 +50,7 @@ def add(names: list[str], pairs: list[str]) -> None:
     if not names:
         raise FedvlmError("name the site to add: fedvlm federation add west in=FOLDER")
     out = Path(str(values(ADD, pairs)["in"])).expanduser()
-    for kit in provision.add(names, out):
+    for kit in provision.add_sites(names, out):
         command = {"server": f"fedvlm serve {kit.name}", "admin": f"fedvlm run METHOD federation={kit}"}
         console.line(f"{kit}: {command.get(kit.stem, f'fedvlm join {kit.name} data=FOLDER')}")
     console.note("hand each kit to its party alone; the server needs nothing new to let a further site in")

@@ -34,10 +34,10 @@ def list_runs() -> None:
     from fedvlm.core.records import value_of
     from fedvlm.evaluation.protocols import target
     from fedvlm.system.machine import runs_home
-    from fedvlm.training.folder import find
+    from fedvlm.training.folder import find_runs
 
     lines = []
-    for run in find([str(runs_home())]):
+    for run in find_runs([str(runs_home())]):
         record = run.record
         last = record.result.last if record.result else None
         shared = (last or {}).get("shared", {}).get("test")

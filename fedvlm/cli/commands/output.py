@@ -41,7 +41,7 @@ def show_table(runs: Runs, args: argparse.Namespace) -> None:
 
 def write_table(runs: Runs, args: argparse.Namespace) -> None:
     """Print a table for each data set, and write the files that --csv and --latex ask for."""
-    from fedvlm.report.gains import against
+    from fedvlm.report.gains import against_frozen
     from fedvlm.report.written import latex, write_csv
 
     tables = runs.tables(getattr(args, "select", "last"), getattr(args, "fair", False))
@@ -50,7 +50,7 @@ def write_table(runs: Runs, args: argparse.Namespace) -> None:
             console.line(title, "bold")
         console.show(table)
         if len(tables) > 1:
-            for verdict in against(table):
+            for verdict in against_frozen(table):
                 console.note(verdict)
             console.line("")
     if getattr(args, "csv", None):

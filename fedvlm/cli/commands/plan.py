@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fedvlm.config.config import Setup
 from fedvlm.data.clients import Federation, partition_of, table
 from fedvlm.data.pool import Pools
-from fedvlm.data.sample import Sampled, sampled
+from fedvlm.data.sample import SampledPool, sampled_pool
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
 from fedvlm.system.formatting import counted, duration, size
@@ -21,7 +21,7 @@ MOST_ROWS, MOST_CLASSES = 40, 12
 def show_plan(setup: Setup) -> None:
     pools = Pools()
     planning.checked(setup, pools)
-    found = sampled(setup, pools.outline(setup))
+    found = sampled_pool(setup, pools.outline(setup))
     runs = planning.single_runs(setup, found.pool)
     first = PlannedRun(runs[0], found.pool)
     setup, method, federation = first.setup, first.method, first.federation
@@ -54,7 +54,7 @@ def show_plan(setup: Setup) -> None:
     )
 
 
-def show_encoding(found: Sampled) -> None:
+def show_encoding(found: SampledPool) -> None:
     sample = found.sample
     if sample is None:
         return

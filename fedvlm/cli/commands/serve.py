@@ -12,4 +12,4 @@ KEYS = [Key("home", "str", ""), Key("backbone", "str", "")]
 
 
 def main(args: argparse.Namespace) -> None:
-    start.serve(args.kit, **{k: str(v) for k, v in values(KEYS, args.pairs).items()})
+    start.serve_federation(args.kit, **{k: str(v) for k, v in values(KEYS, args.pairs).items()})

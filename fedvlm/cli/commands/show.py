@@ -74,8 +74,8 @@ def show_run(folder: Path) -> None:
     if record.result and record.result.phases:
         parts = sorted(((k, v) for k, v in record.result.phases.items() if v >= SHORTEST), key=lambda part: -part[1])
         console.line("time: " + ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in parts))
-    if answers := questions.read(folder):
-        console.show(questions.table(answers))
+    if answers := questions.read_answers(folder):
+        console.show(questions.answers_table(answers))
     found = effects(run)
     if found:
         console.rows(

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from fedvlm.core.state import Message, Params
 from fedvlm.engines.base import Job
 from fedvlm.errors import BadMessage, FedvlmError
-from fedvlm.federation.frames import connected, receive, send
+from fedvlm.federation.frames import connected_process, receive, send
 from fedvlm.federation.remote import Remote, Silence
 from fedvlm.federation.wire import OUTPUTS, OVERHEAD, Header, pack_message, unpack
 from fedvlm.federation.worker import ClientRecord, write_folder
@@ -47,7 +47,7 @@ class Loopback(Remote):
         self.workers: dict[int, Worker] = {}
         self.inbox: Inbox = queue.Queue()
         for i, folder in enumerate(self.folders):
-            prepare(folder, job, i)
+            prepare_client(folder, job, i)
 
     @classmethod
     def open(cls, job: Job) -> Loopback:
@@ -123,7 +123,7 @@ def ticket_of(frame: bytes) -> int | None:
         return None
 
 
-def prepare(folder: Path, job: Job, i: int) -> None:
+def prepare_client(folder: Path, job: Job, i: int) -> None:
     """What a client needs, in its own folder."""
     data, task, setup = job.data, job.federation.task, job.setup
     low, high = int(data.bounds[i, 0]), int(data.bounds[i, 3])
@@ -159,7 +159,7 @@ class Worker:
         call = [sys.executable, "-m", "fedvlm.federation.worker", str(folder), str(os.getpid())]
         quiet = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with (folder / "log.txt").open("ab") as log:
-            self.process, self.reader, self.writer = connected(call, log, quiet)
+            self.process, self.reader, self.writer = connected_process(call, log, quiet)
         self.outbox: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._read, args=(client, inbox), daemon=True).start()

@@ -38,7 +38,7 @@ class Affine(Adapter):
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         if not self.fourier:
             return x
-        frequencies, phases = drawn(task.dim, self.fourier, self.bandwidth)
+        frequencies, phases = random_features(task.dim, self.fourier, self.bandwidth)
         waves = torch.cos(x @ frequencies.to(x) + phases.to(x)) * math.sqrt(2 / self.fourier)
         return torch.cat([x, waves], dim=-1)
 
@@ -51,7 +51,7 @@ class Affine(Adapter):
 
 
 @lru_cache(maxsize=4)
-def drawn(dim: int, count: int, width: float) -> tuple[Tensor, Tensor]:
+def random_features(dim: int, count: int, width: float) -> tuple[Tensor, Tensor]:
     """Ω [dim, count] and u [count]."""
     rng = generator(0, FREQUENCIES)
     frequencies = width * torch.randn(dim, count, generator=rng, dtype=torch.float64)

@@ -22,7 +22,7 @@ from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.adapters.attention import Attention
 from fedvlm.parts.adapters.layered import require_phrases
-from fedvlm.parts.adapters.network import by_client
+from fedvlm.parts.adapters.network import single_clients
 from fedvlm.parts.adapters.tower import Tower
 from fedvlm.towers.whole import WholeModel
 
@@ -53,7 +53,7 @@ class BothTowers(Tower):
         tokens = tokens_of(module, tuple(phrases)) if phrases else None
         weights = {k: v for k, v in params.items() if not k.startswith((MASK, TEXT_FEATURES))}
         clients = max([1 if x is None else len(x), *map(len, weights.values())])
-        models = by_client(weights, clients)
+        models = single_clients(weights, clients)
         with self.autocast(next(iter(weights.values())).device):
             found = [
                 functional_call(module, models[i], (None if x is None else x[i % len(x)], tokens))

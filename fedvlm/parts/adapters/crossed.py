@@ -27,7 +27,7 @@ from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params
 from fedvlm.parts.adapters.layered import Layered, towers_of
 from fedvlm.parts.adapters.maple import initial_context
-from fedvlm.parts.adapters.prompt import plan
+from fedvlm.parts.adapters.prompt import prompt_plan
 
 PROMPTS = ("context", "tokens")
 FUSION = ("query", "key", "value", "out")
@@ -75,4 +75,4 @@ class Crossed(Layered):
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         text_tower, context = towers_of(task, self.precision).text, self.fused(params, "context")
-        return text_tower.features(plan(text_tower, task.classes, context.shape[2], "end"), context)
+        return text_tower.features(prompt_plan(text_tower, task.classes, context.shape[2], "end"), context)

@@ -24,7 +24,7 @@ from fedvlm.core.ranges import Count
 from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params
 from fedvlm.parts.adapters.layered import Layered, towers_of
-from fedvlm.parts.adapters.prompt import plan
+from fedvlm.parts.adapters.prompt import prompt_plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Groups(Layered):
     def texts(self, task: Task, params: Params) -> Tensor:
         """[clients, G, classes, dim]."""
         tower, contexts = towers_of(task, self.precision).text, self.every(params, 0)
-        text = tower.features(plan(tower, task.classes, self.context, "end"), contexts.flatten(0, 1)[:, None])
+        text = tower.features(prompt_plan(tower, task.classes, self.context, "end"), contexts.flatten(0, 1)[:, None])
         return torch.unflatten(text, 0, contexts.shape[:2])
 
     def images(self, task: Task, params: Params, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from fedvlm.core.seeds import generator, key
 from fedvlm.core.state import Params
 from fedvlm.core.tasks import Objective
 from fedvlm.errors import FedvlmError
-from fedvlm.parts.adapters.prompt import Prompt, plan
+from fedvlm.parts.adapters.prompt import Prompt, prompt_plan
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Lapt(Prompt):
     def prompts(self, task: Task, params: Params) -> Tensor:
         """The encoded prompts of the classes, then of the negative labels: [clients, C + U, dim]."""
         tower, context = self.tower(task), params["negatives"]
-        nouns = tower.features(plan(tower, task.nouns[: self.count], context.shape[2], self.position), context)
+        nouns = tower.features(prompt_plan(tower, task.nouns[: self.count], context.shape[2], self.position), context)
         return torch.cat([self.class_vectors(task, params), nouns], 1)
 
     def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:

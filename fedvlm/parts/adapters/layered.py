@@ -67,11 +67,11 @@ class Layered(Adapter):
 def towers_of(task: Task, precision: Precision = "full") -> Towers:
     if not isinstance(task.tower, Towers):
         raise FedvlmError("this adapter changes a CLIP's own layers, and this backbone has no two towers to give")
-    return task.tower if precision == "full" else to_bfloat16(task.tower)
+    return task.tower if precision == "full" else towers_in_bfloat16(task.tower)
 
 
 @lru_cache(maxsize=4)
-def to_bfloat16(towers: Towers) -> Towers:
+def towers_in_bfloat16(towers: Towers) -> Towers:
     return towers.to(dtype=torch.bfloat16)
 
 

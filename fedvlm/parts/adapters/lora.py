@@ -88,7 +88,7 @@ class Lora(Layered):
 
     def embed(self, task: Task, params: Params, x: Tensor) -> Tensor:
         image_layers = towers_of(task, self.precision).image.last(self.layers)
-        return image_layers.features(x, per_client(self.factors(task, params)), self.scale).to(dtype_of(params))
+        return image_layers.features(x, factors_per_client(self.factors(task, params)), self.scale).to(dtype_of(params))
 
     def features(self, task: Task, params: Params, x: Tensor) -> Tensor:
         return x.to(dtype_of(params)) if self.towers == "text" else super().features(task, params, x)
@@ -98,7 +98,7 @@ class Lora(Layered):
             return super().class_vectors(task, params)
         text_tower = towers_of(task, self.precision).text
         plan, hidden = encode_lower_layers(text_tower, require_phrases(task), self.layers)
-        return text_tower.above(hidden, plan, per_client(self.factors(task, params)), self.scale)
+        return text_tower.above(hidden, plan, factors_per_client(self.factors(task, params)), self.scale)
 
 
 def random_down(rank: int, width: int, seed: int, at: tuple[int, int, int]) -> Tensor:
@@ -107,7 +107,7 @@ def random_down(rank: int, width: int, seed: int, at: tuple[int, int, int]) -> T
     return (2 * unit - 1).div(width**0.5)
 
 
-def per_client(factors: Params) -> Params:
+def factors_per_client(factors: Params) -> Params:
     """Expand all factors to the same number of clients, where some are private and the shared ones have an axis of
     one."""
     clients = max(map(len, factors.values()))

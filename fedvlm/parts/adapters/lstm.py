@@ -60,7 +60,7 @@ class Lstm(Adapter):
         return self.features(task, params, x) @ params["head"].mT + params["bias"][:, None]
 
 
-class Context(FunctionCtx):
+class GatesContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
@@ -70,7 +70,7 @@ class LstmLayer(torch.autograd.Function):
     autograd would sum one matrix per character."""
 
     @staticmethod
-    def forward(ctx: Context, gates: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: GatesContext, gates: Tensor, weight: Tensor) -> Tensor:
         clients, length, examples, _ = gates.shape
         size = weight.shape[1]
         states, cells = (gates.new_zeros(length + 1, clients, examples, size) for _ in range(2))
@@ -85,7 +85,7 @@ class LstmLayer(torch.autograd.Function):
         return states[1:].transpose(0, 1)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: GatesContext, *grads: Tensor) -> tuple[Tensor, Tensor]:
         states, cells, activated, weight = ctx.saved_tensors
         grad_gates = torch.empty_like(activated)
         grad_state, grad_cell = torch.zeros_like(states[0]), torch.zeros_like(cells[0])

@@ -25,7 +25,7 @@ from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.adapters.layered import Layered, towers_of
-from fedvlm.parts.adapters.prompt import plan
+from fedvlm.parts.adapters.prompt import prompt_plan
 from fedvlm.system import console
 from fedvlm.towers.text import TextTower
 
@@ -56,7 +56,7 @@ class Maple(Layered):
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         text_tower, context = towers_of(task, self.precision).text, params["context"]
-        prompts = plan(text_tower, task.classes, context.shape[2], "end")
+        prompts = prompt_plan(text_tower, task.classes, context.shape[2], "end")
         return text_tower.features(prompts, context, deep=params.get("deep"))
 
 

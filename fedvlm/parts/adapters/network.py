@@ -107,7 +107,7 @@ class Network(Adapter):
     ) -> tuple[Tensor, Tensor]:
         """[clients, examples, ...] each; `real` as in `Norm`, with a client axis."""
         module, clients = self.module(task), max([len(x), *(len(v) for v in params.values())])
-        models = by_client(params, clients)
+        models = single_clients(params, clients)
         with self.autocast(x.device), fast_linear(x):
             found = [
                 functional_call(module, models[i], (x[i % len(x)], None if real is None else real[i % len(real)]))
@@ -136,7 +136,7 @@ class Network(Adapter):
         return self.logits_and_features(task, params, batch.x, batch.weight)
 
 
-def by_client(params: Params, clients: int) -> list[Params]:
+def single_clients(params: Params, clients: int) -> list[Params]:
     """The parameters of each client. A client alone gets views, whose gradients are not copied."""
     if all(len(v) == 1 for v in params.values()):
         return [{k: v.squeeze(0) for k, v in params.items()}] * clients

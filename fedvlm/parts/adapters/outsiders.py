@@ -24,7 +24,7 @@ from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params
 from fedvlm.core.tasks import Objective
 from fedvlm.errors import FedvlmError
-from fedvlm.parts.adapters.prompt import Prompt, plan
+from fedvlm.parts.adapters.prompt import Prompt, prompt_plan
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Outsiders(Prompt):
     def encode(self, task: Task, params: Params) -> Params:
         """The encoded prompts of the classes and of the outsiders, by the name of their shared context."""
         tower, context = self.tower(task), params["outsiders"]
-        nouns = tower.features(plan(tower, task.nouns[: self.count], context.shape[2], self.position), context)
+        nouns = tower.features(prompt_plan(tower, task.nouns[: self.count], context.shape[2], self.position), context)
         return {"context": self.class_vectors(task, params), "outsiders": nouns}
 
     def logits_of(self, task: Task, encoded: Params, batch: Batch) -> Tensor:

@@ -24,7 +24,7 @@ from fedvlm.core.ranges import Count
 from fedvlm.core.seeds import generator
 from fedvlm.core.state import Params
 from fedvlm.core.tasks import Objective
-from fedvlm.parts.adapters.prompt import Prompt, plan
+from fedvlm.parts.adapters.prompt import Prompt, prompt_plan
 from fedvlm.parts.adapters.several import draw_contexts, encode_contexts
 
 
@@ -45,7 +45,7 @@ class Proda(Prompt):
     def nameless(self, task: Task, params: Params) -> Tensor:
         """The features of the prompts without a class name, [clients, prompts, dim]."""
         tower, contexts = self.tower(task), params["context"].mean(2, keepdim=True)
-        text = tower.features(plan(tower, ("",), contexts.shape[3], self.position), contexts.flatten(0, 1))
+        text = tower.features(prompt_plan(tower, ("",), contexts.shape[3], self.position), contexts.flatten(0, 1))
         return torch.unflatten(text[:, 0], 0, contexts.shape[:2])
 
     def train_logits(self, task: Task, params: Params, batch: Batch) -> Tensor:

@@ -51,7 +51,7 @@ class Prompt(Adapter):
 
     def class_vectors(self, task: Task, params: Params) -> Tensor:
         tower, context = self.tower(task), params["context"]
-        return tower.features(plan(tower, task.classes, context.shape[2], self.position), context)
+        return tower.features(prompt_plan(tower, task.classes, context.shape[2], self.position), context)
 
     def prepare(self, task: Task, params: Params, before: Params) -> Params:
         return params | {TEXT_FEATURES: self.class_vectors(task, params)}
@@ -79,5 +79,5 @@ def to_bfloat16(tower: TextTower) -> TextTower:
 
 
 @lru_cache(maxsize=32)
-def plan(tower: TextTower, classes: tuple[str, ...], context: int, position: str) -> PromptPlan:
+def prompt_plan(tower: TextTower, classes: tuple[str, ...], context: int, position: str) -> PromptPlan:
     return tower.plan([c.replace("_", " ") for c in classes], context, position)

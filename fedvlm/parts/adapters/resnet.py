@@ -38,7 +38,7 @@ class ResNet(Network):
     view: ClassVar[str] = "pixels"
 
     def build(self, task: Task) -> nn.Module:
-        return Residual(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes), self.normalisation)
+        return ResidualNetwork(BLOCKS[self.depth], self.width, self.depth >= 50, len(task.classes), self.normalisation)
 
     @property
     def normalisation(self) -> Normalisation:
@@ -50,7 +50,7 @@ class ResNet(Network):
         random = super().init(task, seed)
         if not self.start:
             return random
-        found = read(Path(self.start))
+        found = read_weights(Path(self.start))
         if self.normalise == "auto" and any(k.endswith("running_square") for k in found):
             raise FedvlmError(
                 f"start={self.start} was trained with fedvlm; say normalise=signed, or normalise=imagenet, as it was there"
@@ -58,7 +58,7 @@ class ResNet(Network):
         return random | load_pretrained(Path(self.start), found, random)
 
 
-class Residual(nn.Module):
+class ResidualNetwork(nn.Module):
     def __init__(self, blocks: tuple[int, ...], width: int, deep: bool, classes: int, normalisation: Normalisation):
         super().__init__()
         self.normalisation = normalisation
@@ -67,7 +67,7 @@ class Residual(nn.Module):
         for stage, count in enumerate(blocks):
             members = nn.ModuleList()
             for k in range(count):
-                block = Block(channels, width * 2**stage, 2 if stage and not k else 1, deep)
+                block = ResidualBlock(channels, width * 2**stage, 2 if stage and not k else 1, deep)
                 members.append(block)
                 channels = block.out_channels
             setattr(self, f"layer{stage + 1}", members)
@@ -90,7 +90,7 @@ class Residual(nn.Module):
         return self.fc(features), features
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block: two 3×3 convolutions or (deep) 1×1, 3×3, 1×1 with four times the channels, plus a shortcut."""
 
     def __init__(self, in_channels: int, width: int, stride: int, deep: bool):
@@ -119,7 +119,7 @@ class Block(nn.Module):
         return torch.relu(out + x)
 
 
-def read(path: Path) -> Params:
+def read_weights(path: Path) -> Params:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -23,7 +23,7 @@ from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.adapters.layered import towers_of
 from fedvlm.parts.adapters.lora import Lora
-from fedvlm.towers.layers import Layer, LowRankPair
+from fedvlm.towers.layers import LowRankPair, TowerLayer
 from fedvlm.towers.vision import Towers
 
 QKV = ("q", "k", "v")
@@ -59,7 +59,9 @@ def singular_vectors(
     """A [rank, width] and B [width, rank]: the singular vectors of this frozen projection. Their signs are free; with the
     largest entry of each column of B positive they are the same on every machine."""
     tower, i, projection = name.split(".")
-    own: tuple[Layer, ...] = towers.image.last(layers).layers if tower == "image" else tuple(towers.text.last(layers))
+    own: tuple[TowerLayer, ...] = (
+        towers.image.last(layers).layers if tower == "image" else tuple(towers.text.last(layers))
+    )
     layer, at = own[int(i)], QKV.index(projection) if projection in QKV else 0
     weight = (layer.qkv[0].chunk(3)[at] if projection in QKV else layer.out[0]).double()
     left, _, right = torch.linalg.svd(weight)

@@ -91,9 +91,9 @@ class Bdro(Local):
             noises = {k: v[: len(batch.y)].roll(batch.step * STRIDE, -1) for k, v in start.items()}
             losses = self.losses_at(model, {k: v.detach() for k, v in now.items()}, batch)
             shift = self.worst_case(losses, fixed, noises, batch)
-            each = self.losses_at(model, leaves, batch)(moved(points, shift))
+            each = self.losses_at(model, leaves, batch)(shifted(points, shift))
             if batch.step == 0:
-                means.add(**measured(fixed, shift, batch.mean(each - losses(fixed)).detach()))
+                means.add(**effects_of_shift(fixed, shift, batch.mean(each - losses(fixed)).detach()))
             soft = self.temperature * (each / self.temperature + batch.weight.log()).logsumexp(-1)
             value = soft - sum(self.price(k, v) for k, v in shift.items())
             return value.detach(), torch.autograd.grad(value.sum(), list(leaves.values()))
@@ -117,7 +117,7 @@ class Bdro(Local):
         shift: Params = {}
 
         def loss(part: Params) -> Tensor:
-            return batch.mean(losses(moved(points, shift | part)))
+            return batch.mean(losses(shifted(points, shift | part)))
 
         for names in ([k for k in start if k != OUTSIDERS], [k for k in start if k == OUTSIDERS]):
             noises = select(start, names)
@@ -160,11 +160,11 @@ def along(numbers: Tensor, values: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (values.dim() - 1))
 
 
-def moved(points: Params, shift: Params) -> Params:
+def shifted(points: Params, shift: Params) -> Params:
     return {k: v + shift[k] if k in shift else v for k, v in points.items()}
 
 
-def measured(points: Params, shift: Params, gained: Tensor) -> Params:
+def effects_of_shift(points: Params, shift: Params, gained: Tensor) -> Params:
     """The numbers of Bdro.effects."""
 
     def norm(values: Params, names: list[str]) -> Tensor:

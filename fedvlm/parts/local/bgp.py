@@ -24,7 +24,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.ranges import NotNegative, default
 from fedvlm.core.state import Message, Params
 from fedvlm.core.tasks import Objective
-from fedvlm.parts.local.means import relative_change
+from fedvlm.parts.local.means import relative_to_plain
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Bgp(Local):
             if not chosen.all() or measured.any():
                 loss, task = plain(now, batch)
                 here = data.tensor(measured)
-                ratio[:n] = torch.where(here, relative_change(now, found, task).to(ratio.dtype), ratio[:n])
+                ratio[:n] = torch.where(here, relative_to_plain(now, found, task).to(ratio.dtype), ratio[:n])
                 who = data.tensor(chosen)
                 each = torch.where(who, each, loss)
                 found = [
@@ -92,11 +92,11 @@ def aligned_loss(
 
 def coral(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """CORAL between x and y [clients, rows, dim], one number per client; `weight` is 1/n on real rows, 0 on padding."""
-    (mean_x, cov_x), (mean_y, cov_y) = moments(x, weight), moments(y, weight)
+    (mean_x, cov_x), (mean_y, cov_y) = mean_and_covariance(x, weight), mean_and_covariance(y, weight)
     return (mean_x - mean_y).square().mean(-1) + (cov_x - cov_y).square().mean((-2, -1))
 
 
-def moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_covariance(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and covariance (n − 1) over the real rows; the covariance of one row is 0."""
     mean = (x * weight[..., None]).sum(-2)
     count = (weight > 0).sum(-1)[:, None, None]

@@ -29,7 +29,7 @@ class Ditto(Local):
 
     def personal_copy(self, model: Model, own: Params, message: Message, trained: Params, data: Data) -> Params:
         anchor = anchor_of(message)
-        copy = copies.load(own, anchor)
+        copy = copies.load_copies(own, anchor)
         held = {k: v for k, v in trained.items() if k not in message.shared}
         optimise(self, copy, data, with_proximal_term(model.gradients(self.objective, held), anchor, self.strength))
         return copy

@@ -49,8 +49,8 @@ class NearestExperts(Local):
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         adapter = model.adapter
         assert isinstance(adapter, Experts)  # see `incompatible`
-        params["context"].copy_(copies.load(own, anchor_of(message))["context"])
-        others, count = nearest(params["context"], adapter.experts, message, data)
+        params["context"].copy_(copies.load_copies(own, anchor_of(message))["context"])
+        others, count = nearest_prompts(params["context"], adapter.experts, message, data)
         params.pop("others")
         held = {"others": others, OTHERS: encode_contexts(adapter, model.task, others)}
         means, plain = Means(data), model.gradients(self.objective, held)
@@ -67,7 +67,7 @@ class NearestExperts(Local):
         return {"loss": loss, "experts": count, **means.found("borrowed")}
 
 
-def nearest(context: Tensor, count: int, message: Message, data: Data) -> tuple[Tensor, Tensor]:
+def nearest_prompts(context: Tensor, count: int, message: Message, data: Data) -> tuple[Tensor, Tensor]:
     """The prompts [clients, count, …] nearest to each client's own, and how many of them are other clients'."""
     pool, known = message.extra[POOL].to(context), message.extra[KNOWN] > 0
     distance = torch.cdist(context.flatten(1), pool.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")

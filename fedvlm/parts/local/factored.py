@@ -25,16 +25,17 @@ from fedvlm.core.local import Local
 from fedvlm.core.model import Model
 from fedvlm.core.state import Message, Params
 from fedvlm.parts.adapters.factored import Factored, factors
+from fedvlm.privacy.descent import covered
 
 
 @dataclass(frozen=True)
 class Refactor(Local):
-    covered: ClassVar[tuple[str, ...]] = ("fit",)
     effects: ClassVar[Mapping[str, str]] = {"residual": "length of the residual, divided by the private prompt's"}
 
     def incompatible(self, adapter: Adapter) -> str:
         return "" if isinstance(adapter, Factored) else "factors a private prompt; use adapter=factored"
 
+    @covered
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         assert isinstance(model.adapter, Factored)  # see `incompatible`
         context = model.adapter.own_context(params)

@@ -18,7 +18,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.ranges import NotNegative
 from fedvlm.core.state import Message, Params
 from fedvlm.parts.local.bgp import aligned_loss
-from fedvlm.parts.local.perfedavg import META_EFFECTS, complete, meta_gradients
+from fedvlm.parts.local.perfedavg import META_EFFECTS, for_every_client, meta_gradients
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Grace(Local):
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         acted: Params = {}
         loss = optimise(self, params, data, self.meta_gradients(model, message, data, acted))
-        return {"loss": loss} | complete(acted, data)
+        return {"loss": loss} | for_every_client(acted, data)
 
     def meta_gradients(self, model: Model, message: Message, data: Data, acted: Params) -> Gradients:
         anchor = anchor_of(message)

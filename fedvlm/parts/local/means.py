@@ -34,7 +34,7 @@ class Means:
         return {k: self.sums[k] / self.steps[k].clamp(min=1) if k in self.sums else zero for k in names}
 
 
-def relative_change(names: Iterable[str], changed: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
+def relative_to_plain(names: Iterable[str], changed: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
     """‖changed − plain‖ / ‖plain‖ of gradients, one number per client; running statistics do not count."""
     pairs = [(c, p) for k, c, p in zip(names, changed, plain, strict=True) if not is_running_statistic(k)]
     difference = sum((c - p).flatten(1).double().square().sum(1) for c, p in pairs)

@@ -30,6 +30,7 @@ from fedvlm.core.schema import Field, Fields
 from fedvlm.core.state import Message, Params, copy_per_client
 from fedvlm.parts import ridge
 from fedvlm.parts.ridge import Bilinear, Gaussian, Line, Moments, Ridge
+from fedvlm.privacy.descent import PrivateData
 
 if TYPE_CHECKING:
     from fedvlm.core.merge import Merge
@@ -107,11 +108,11 @@ class SecondMoments(Local):
     def as_sent(self, own: Moments, model: Model, params: Params, data: Data, at: int) -> Moments:
         """A client's moments as it sends them: with noise (dp=example), and rounded to the dtype of its reply, so that it
         can take them off a sum."""
-        if data.private is not None:
+        if isinstance(data, PrivateData):
             n = int(data.counts("train")[at])
-            length = (data.private.clip**2 + ("bias" in params)) ** 0.5
-            spread = data.private.noise * ridge.sensitivity(length, len(model.task.classes)) / max(1, n)
-            own = ridge.noised(own, spread, data.private.secret, data.round, int(data.ids[at]))
+            length = (data.descent.clip**2 + ("bias" in params)) ** 0.5
+            spread = data.descent.noise * ridge.sensitivity(length, len(model.task.classes)) / max(1, n)
+            own = ridge.noised(own, spread, data.descent.secret, data.round, int(data.ids[at]))
         return Moments(*(m.to(data.dtype).double() for m in own))
 
     def uncovered(self, merge: Merge) -> str:
@@ -155,7 +156,7 @@ class SecondMoments(Local):
         for name, (moments, x, y) in sets.items():
             solved = solver(message, model, moments)
             for row, strength in enumerate(strengths):
-                heads = by_class(model, ridge.line(solved, strength, prior))
+                heads = by_class(model, ridge.heads_on_line(solved, strength, prior))
                 found[name][row] = torch.tensor(heads.accuracies(texts, x, y))
         return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
@@ -168,7 +169,7 @@ class SecondMoments(Local):
         for share in self.shares if scored else self.shares[:1]:
             solved = solver(message, model, mine.plus(others, share))
             for pull in pulls:
-                heads.append(ridge.line(solved, pull, shared))
+                heads.append(ridge.heads_on_line(solved, pull, shared))
                 reached.append(by_class(model, heads[-1]).accuracies(towards, x, y))
         return averaged(heads, towards, torch.tensor(reached), scored, float(message.extra[AVERAGING]))
 
@@ -205,8 +206,8 @@ def one_of(params: Params, at: int) -> Params:
 def examples_of(model: Model, params: Params, data: Data, at: int) -> Examples:
     low, mid, high = (int(b) for b in data.bounds[at, :3])
     x = model.adapter.features(model.task, params, data.part(low, high)[None])[0].double()
-    if data.private is not None:
-        x = x * (data.private.clip / x.norm(dim=-1, keepdim=True)).clamp(max=1)
+    if isinstance(data, PrivateData):
+        x = x * (data.descent.clip / x.norm(dim=-1, keepdim=True)).clamp(max=1)
     return Examples(ridge.with_one(x) if "bias" in params else x, data.y[low:high], mid - low)
 
 

@@ -22,7 +22,7 @@ from fedvlm.core.local import Local
 from fedvlm.core.model import Model
 from fedvlm.core.ranges import Count, NotNegative
 from fedvlm.core.state import Message, Params
-from fedvlm.parts.local.means import relative_change
+from fedvlm.parts.local.means import relative_to_plain
 
 META_EFFECTS = {
     "inner_step": "length of the inner step, divided by that of the parameters, in the first batch",
@@ -42,7 +42,7 @@ class PerFedAvg(Local):
         acted: Params = {}
         plain = self.gradients(model, message, own)
         loss = optimise(self, params, data, meta_gradients(plain, plain, self.inner or self.rate(data), acted))
-        return {"loss": loss} | complete(acted, data)
+        return {"loss": loss} | for_every_client(acted, data)
 
     def adapt(self, model: Model, own: Params, shared: Params, data: Data) -> Params:
         params = {k: v.expand(len(data), *v.shape[1:]) for k, v in self.personal(own, shared).items()}
@@ -66,14 +66,14 @@ def meta_gradients(inner: Gradients, outer: Gradients, rate: float, acted: Param
         moved = gradient_step(now, inner(now, first)[1], rate)
         each, found = outer(moved, second)
         if batch.step == 0:
-            acted["inner_step"] = relative_change(now, list(moved.values()), list(now.values()))
-            acted["gradient_change"] = relative_change(now, found, outer(now, second)[1])
+            acted["inner_step"] = relative_to_plain(now, list(moved.values()), list(now.values()))
+            acted["gradient_change"] = relative_to_plain(now, found, outer(now, second)[1])
         return each, found
 
     return meta
 
 
-def complete(acted: Params, data: Data) -> Params:
+def for_every_client(acted: Params, data: Data) -> Params:
     """Fill in every client; 0 for one that took no step."""
     found = {k: torch.zeros(len(data), dtype=data.dtype, device=data.x.device) for k in META_EFFECTS}
     for name, value in acted.items():

@@ -21,7 +21,7 @@ from fedvlm.core.local import Local
 from fedvlm.core.model import Model
 from fedvlm.core.ranges import NotNegative
 from fedvlm.core.state import Message, Params
-from fedvlm.parts.local.means import Means, relative_change
+from fedvlm.parts.local.means import Means, relative_to_plain
 from fedvlm.parts.local.term import has_prompts
 
 
@@ -56,7 +56,7 @@ class ProGrad(Local):
             share = self.projection * product.clamp(max=0) / length.clamp(min=torch.finfo(length.dtype).tiny)
             kept = [f - share.view(-1, *[1] * (f.dim() - 1)) * k for f, k in zip(found, known, strict=True)]
             if means is not None:
-                means.add(conflicts=(product < 0).to(each.dtype), removed=relative_change(now, kept, found))
+                means.add(conflicts=(product < 0).to(each.dtype), removed=relative_to_plain(now, kept, found))
             return each, kept
 
         return gradients

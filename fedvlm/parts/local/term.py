@@ -12,7 +12,7 @@ from fedvlm.core.descent import Gradients, optimise
 from fedvlm.core.local import Local
 from fedvlm.core.model import Model
 from fedvlm.core.state import Params
-from fedvlm.parts.local.means import Means, relative_change
+from fedvlm.parts.local.means import Means, relative_to_plain
 
 PULL: Mapping[str, str] = {
     "pull": "how much the term changes the gradient, relative to that of the loss, in a client's first step of the round"
@@ -26,7 +26,7 @@ def fit_with_term(rule: Local, model: Model, params: Params, data: Data, whole: 
     def measured(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
         each, found = whole(now, batch)
         if batch.step == 0:
-            means.add(pull=relative_change(now, found, plain(now, batch)[1]))
+            means.add(pull=relative_to_plain(now, found, plain(now, batch)[1]))
         return each, found
 
     return {"loss": optimise(rule, params, data, measured), **means.found("pull")}

@@ -26,7 +26,7 @@ from fedvlm.core.local import Local
 from fedvlm.core.model import Model
 from fedvlm.core.state import Message, Params
 from fedvlm.parts.adapters.lora import trains_factors
-from fedvlm.parts.local.means import Means, relative_change
+from fedvlm.parts.local.means import Means, relative_to_plain
 
 FILTER = (1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16)
 
@@ -57,7 +57,7 @@ def filtered(gradients: Gradients, means: Means) -> Gradients:
     def smooth(now: Params, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         each, plain = gradients(now, batch)
         found = [low_pass(g, -1 if k.endswith(".A") else -2) for k, g in zip(now, plain, strict=True)]
-        means.add(filtered=relative_change(now, found, plain).to(each.dtype))
+        means.add(filtered=relative_to_plain(now, found, plain).to(each.dtype))
         return each, found
 
     return smooth

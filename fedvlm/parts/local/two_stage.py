@@ -40,7 +40,7 @@ REINFORCED = "reinforced"  # the stage in which a reference model comes with the
 EPS = 1e-4  # added to a standard deviation
 
 
-class Sample(NamedTuple):
+class DrawnActions(NamedTuple):
     """The actions drawn for a batch, [clients, group, examples] each, and the reference's log-probabilities."""
 
     actions: Tensor
@@ -89,7 +89,7 @@ class TwoStage(Local):
     def reinforce(self, model: Model, reference: Params, data: Data, sums: Params) -> Gradients:
         """The gradients of stage 2: actions are drawn once per batch and used for all its updates. Adds, per step, the
         share of clipped ratios and of images without advantage to `sums`."""
-        latest: list[tuple[Batch, Sample]] = []
+        latest: list[tuple[Batch, DrawnActions]] = []
 
         @torch.enable_grad()
         def gradients(now: Params, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
@@ -107,7 +107,7 @@ class TwoStage(Local):
 
         return gradients
 
-    def sample(self, model: Model, old: Params, reference: Params, batch: Batch, data: Data) -> Sample:
+    def sample(self, model: Model, old: Params, reference: Params, batch: Batch, data: Data) -> DrawnActions:
         """Draws the actions of a batch from the policy with parameters `old`."""
         adapter, task = model.adapter, model.task
         assert isinstance(adapter, HasRawEmbedding)  # see `incompatible`
@@ -122,7 +122,7 @@ class TwoStage(Local):
         log_p_old = log_p.gather(-1, actions[..., None])[..., 0]
         reward = (actions == batch.y[:, None]).to(log_p.dtype)
         log_p_reference = adapter.train_logits(task, reference, batch).log_softmax(-1)
-        return Sample(actions, log_p_old, self.advantage(reward, batch.weight), log_p_reference)
+        return DrawnActions(actions, log_p_old, self.advantage(reward, batch.weight), log_p_reference)
 
     def advantage(self, reward: Tensor, weight: Tensor) -> Tensor:
         """A of rewards [clients, group, examples]; `weight` [clients, examples] is 0 for padding."""
@@ -138,7 +138,7 @@ class TwoStage(Local):
         std = reward.std(1, keepdim=True) if reward.shape[1] > 1 else torch.zeros_like(centred[:, :1])
         return centred / (std + EPS)
 
-    def policy_loss(self, policy: Tensor, sample: Sample, batch: Batch) -> tuple[Tensor, Tensor]:
+    def policy_loss(self, policy: Tensor, sample: DrawnActions, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss, and the share of actions whose ratio is clipped, one number per client each. `policy` is log π
         [clients, examples, classes]."""
         log_p = policy.gather(-1, sample.actions.transpose(1, 2)).transpose(1, 2)
@@ -153,7 +153,7 @@ class TwoStage(Local):
             loss = loss * (batch.weight > 0).sum(-1)
         return loss, ((ratio != clipped) * share).sum((1, 2)).detach()
 
-    def kl_divergence(self, policy: Tensor, log_p: Tensor, sample: Sample) -> Tensor:
+    def kl_divergence(self, policy: Tensor, log_p: Tensor, sample: DrawnActions) -> Tensor:
         """KL to the reference per action, [clients, group, examples]; `log_p` is log π of the actions."""
         if self.kl == "exact":
             return (policy.exp() * (policy - sample.reference)).sum(-1)[:, None].expand_as(log_p)

@@ -16,12 +16,13 @@ from torch import Tensor
 from fedvlm.core.adapter import Adapter, Task
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data
-from fedvlm.core.merge import MOST, UPDATE, Merge, Replies, Summand, updates, weight_and_loss
+from fedvlm.core.merge import Merge, Replies
 from fedvlm.core.model import Model
 from fedvlm.core.ranges import default
 from fedvlm.core.schema import SIZE, Fields
 from fedvlm.core.state import Params, Reply, State
 from fedvlm.core.tasks import SEGMENTATION
+from fedvlm.privacy.secure.sums import MOST, UPDATE, Summand, summed_updates, sums_of, sums_only, weight_and_loss
 
 BY_CLASS = ("context", "head")  # parameters with one row per class, where their first axis has that length
 
@@ -41,10 +42,14 @@ class Classwise(Merge):
     def client_values(self, model: Model, params: Params, data: Data) -> tuple[Params, dict[str, Tensor]]:
         return {"class_counts": data.class_counts(len(model.task.classes))}, {}
 
+    @sums_only
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         if cohort.secure:
-            return self.round_of_sums(model, state, cohort)
-        replies = self.gather(state, cohort)
+            return state._replace(shared=mean_of_sums(state.shared, sums_of(self, model, state, cohort)))
+        return self.finish_by_class(state, cohort, self.gather(state, cohort))
+
+    def finish_by_class(self, state: State, cohort: Cohort, replies: Replies) -> State:
+        """The next state, with the mean by class."""
         n = replies.sizes(self.weights)
         weight = n / n.sum()
         counts, shared = replies.values["class_counts"], replies.sum(weight)
@@ -54,7 +59,7 @@ class Classwise(Merge):
             if is_by_class(k, v, counts.shape[1])
         }
         loss = float(np.average(replies.values["loss"].double().numpy(), weights=weight.numpy()))
-        return self.finish(state, cohort, replies, self.calibrated(shared, replies, cohort), weight, loss)
+        return self.finish(state, cohort, replies, shared, weight, loss)
 
     def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
         classes = len(model.task.classes)
@@ -65,26 +70,21 @@ class Classwise(Merge):
         return found
 
     def summands(self, reply: Reply, sent: Params) -> Params:
-        n = reply.values["n"]
-        weight = n if self.weights == "size" else torch.ones_like(n)
-        known = {"weight": weight, "loss": reply.values["loss"], "class_counts": reply.values["class_counts"]}
-        return known | updates(reply, sent)
-
-    def from_sums(self, state: State, sums: Params) -> Params:
-        counts, shared = sums["class_counts"], dict[str, Tensor]()
-        for name, value in state.shared.items():
-            by_class = is_by_class(name, value, len(counts))
-            total = counts.clamp(min=1).view(-1, *[1] * (value.dim() - 1)) if by_class else sums["weight"]
-            shared[name] = (value.double() + sums[UPDATE + name] / total).to(value.dtype)  # unknown classes: + 0
-        return shared
-
-    def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
-        """The final shared parameters from the means; merges that post-process them override this."""
-        return shared
+        return summed_updates(reply, sent, self.weights) | {"class_counts": reply.values["class_counts"]}
 
 
 def is_by_class(name: str, value: Tensor, classes: int) -> bool:
     return name in BY_CLASS and len(value) == classes
+
+
+def mean_of_sums(before: Params, sums: Params) -> Params:
+    """The same means from sums over clients of updates times weights or counts."""
+    counts, shared = sums["class_counts"], dict[str, Tensor]()
+    for name, value in before.items():
+        by_class = is_by_class(name, value, len(counts))
+        total = counts.clamp(min=1).view(-1, *[1] * (value.dim() - 1)) if by_class else sums["weight"]
+        shared[name] = (value.double() + sums[UPDATE + name] / total).to(value.dtype)  # unknown classes: + 0
+    return shared
 
 
 def mean_by_class(replies: Tensor, counts: Tensor, before: Tensor) -> Tensor:

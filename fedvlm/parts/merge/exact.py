@@ -70,7 +70,7 @@ class Exact(Mean):
         for k, v in added.items():
             before = state.shared[k + RESIDUAL]
             shared[k + RESIDUAL] = (before.double() + v).to(before.dtype)
-        return state._replace(shared=shared, server=state.server | found.server)
+        return state._replace(shared=shared)
 
 
 def product(params: Params, name: str) -> Tensor:

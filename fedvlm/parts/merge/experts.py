@@ -44,4 +44,4 @@ class PromptPool(Mean):
         message = state.message(extra={k: state.server[k] for k in pool})
         found = self.average(state, cohort, message, on_reply=store)
         cohort.acted(prompts=float(pool[KNOWN].sum()))
-        return state._replace(shared=found.mean, server=state.server | found.server | pool)
+        return state._replace(shared=found.mean, server=state.server | pool)

@@ -3,7 +3,7 @@
 a_i += step_t · G_i / max|G|, clipped to [0, 1] and normalised; step_t = step/M · (1 − (t − 1)/T).
 G_i = L_i(w_g) − L_i(w_i) on validation loss (our reading; the public code uses accuracy). If all gaps are zero the
 weights stay as they are.
-The gap of a round comes with the next round's reply (see `Gaps`), when the next weights are needed: one exchange.
+The gap of a round comes with the next round's reply (core/observers.py), when the next weights are needed: one exchange.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import Merge, Replies, Start, require_gaps
 from fedvlm.core.model import Model
+from fedvlm.core.observers import gaps_of
 from fedvlm.core.ranges import NotNegative
 from fedvlm.core.state import State
 
@@ -44,7 +45,8 @@ class Ga(Merge):
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         replies = self.gather(state, cohort)
         weight = normalised(state.server["weight"][torch.from_numpy(replies.ids)])
-        gap = torch.tensor([replies.gaps.found.get(i, 0.0) for i in replies.ids.tolist()], dtype=torch.float64)
+        gap = gaps_of(replies.ids, replies.values, state.server).double()
+        gap = torch.where(gap.isnan(), 0.0, gap)  # of a client that trains for the first time
         weight = self.adjusted(weight, gap, cohort.round - 1, cohort.rounds)
         return self.finish_weighted(state, cohort, replies, weight)
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.merge import UPDATE, Agreement, Gaps, Merge, Summand, by_client, updates, weight_and_loss
+from fedvlm.core.merge import Merge, any_device, by_client
 from fedvlm.core.model import Model
 from fedvlm.core.ranges import default
 from fedvlm.core.state import Message, Params, Reply, State
+from fedvlm.privacy.secure.sums import UPDATE, Summand, summed_updates, sums_of, sums_only, weight_and_loss
 
 OnReply = Callable[[Reply], None]
 
@@ -24,7 +25,6 @@ class Averaged(NamedTuple):
     mean: Params  # weighted, of the shared parameters
     sums: Params  # unweighted, of the values named in `sums`
     answered: int  # clients
-    server: Params  # state that `gaps` needs in the next round
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,21 @@ class Mean(Merge):
 
     weights: Literal["size", "uniform"] = default("size", "effort")  # by training examples, or the same for all clients
 
-    any_device: ClassVar[bool] = True
-
+    @any_device
+    @sums_only
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         if cohort.secure:
-            return self.round_of_sums(model, state, cohort)
-        found = self.average(state, cohort, state.message())
-        return state._replace(shared=found.mean, server=state.server | found.server)
+            sums = sums_of(self, model, state, cohort)
+            moved = {k: sums[UPDATE + k] / sums["weight"] for k in state.shared}
+            return state._replace(shared={k: (v.double() + moved[k]).to(v.dtype) for k, v in state.shared.items()})
+        return state._replace(shared=self.average(state, cohort, state.message()).mean)
 
     def ranges(self, model: Model, sent: Params, limit: float) -> dict[str, Summand]:
         moved = {UPDATE + k: Summand(tuple(v.shape), limit, weight="weight") for k, v in sent.items()}
         return weight_and_loss(self.weights) | moved
 
     def summands(self, reply: Reply, sent: Params) -> Params:
-        n = reply.values["n"]
-        weight = n if self.weights == "size" else torch.ones_like(n)
-        return {"weight": weight, "loss": reply.values["loss"]} | updates(reply, sent)
-
-    def from_sums(self, state: State, sums: Params) -> Params:
-        return {k: (v.double() + sums[UPDATE + k] / sums["weight"]).to(v.dtype) for k, v in state.shared.items()}
+        return summed_updates(reply, sent, self.weights)
 
     def average(
         self,
@@ -66,7 +62,6 @@ class Mean(Merge):
         total = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in message.shared.items()}
         plain = {k: torch.zeros_like(v, dtype=torch.float64) for k, v in (sums or {}).items()}
         weights: dict[int, float] = {}
-        agreement, gaps = Agreement(self.cosine), Gaps(state.server)
         losses = 0.0
         for reply in cohort.stream("train", message):
             if on_reply:
@@ -79,10 +74,7 @@ class Mean(Merge):
                 v += reply.values[k].double().sum(0)
             weights |= by_client(reply.ids, weight)
             losses += float(weight @ reply.values["loss"])
-            agreement.add(reply, state.shared)
-            gaps.add(reply)
         scale = sum(weights.values())
         cohort.notes |= {"weights": {i: w / scale for i, w in weights.items()}, "loss": losses / scale}
-        cohort.notes |= gaps.notes() | agreement.notes()
         mean = {k: (v / scale).to(message.shared[k].dtype) for k, v in total.items()}
-        return Averaged(mean, plain, len(weights), gaps.kept)
+        return Averaged(mean, plain, len(weights))

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedvlm.core import copies
 from fedvlm.core.adapter import Adapter, Task
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.merge import Merge, Summand, by_client, weight_and_loss
+from fedvlm.core.merge import Merge, by_client
 from fedvlm.core.model import Model
 from fedvlm.core.ranges import NotNegative, Positive, default
 from fedvlm.core.schema import SHARE, Field, Fields
@@ -46,6 +46,7 @@ from fedvlm.parts.local.moments import (
     text_prior,
 )
 from fedvlm.parts.ridge import Moments
+from fedvlm.privacy.secure.sums import Summand, sums_of, sums_only, weight_and_loss
 
 LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of length 1 and a 1 give at most 1
 
@@ -67,7 +68,7 @@ class SumOfMoments(Merge):
     }
 
     def __post_init__(self) -> None:
-        if self.cosine or self.gaps:
+        if self.observers:
             raise FedvlmError(
                 f"{'cosine' if self.cosine else 'gaps'}=true compares clients' updates, and moments are none; leave it out"
             )
@@ -87,12 +88,18 @@ class SumOfMoments(Merge):
         return super().incompatible(adapter)
 
     def adjusts(self, task: Task) -> Fields:
+        """What clients answer to the step `adjust` (rounds/steps/adjust.py)."""
         shape = (len(self.strengths), len(self.texts))
         scored = Field(low=0, high=1, per="val", whole=True)
         return {k: SHARE._replace(shape=shape) for k in (NEWCOMER, CLIENT)} | {SCORED: scored}
 
+    @sums_only
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
-        total = self.masked_sum(model, state, cohort) if cohort.secure else self.sum(state, cohort)
+        if cohort.secure:
+            sums = sums_of(self, model, state, cohort)
+            total = Moments(ridge.unpacked(sums[SECOND]), sums[CROSS])
+        else:
+            total = self.sum(state, cohort)
         extra = {SECOND: ridge.packed(total.second), CROSS: total.cross, BY_SIZE: torch.tensor(self.weights == "size")}
         extra |= {STRENGTHS: torch.tensor(self.strengths), TEXTS: torch.tensor(self.texts)}
         extra |= {GAUSSIAN: torch.tensor(self.solver == "gaussian"), AVERAGING: torch.tensor(self.averaging)}
@@ -104,7 +111,7 @@ class SumOfMoments(Merge):
             replies = cohort.ask("adjust", message).values
             accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
             cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
-        heads = [ridge.line(solved, strength, prior) for strength in self.strengths]
+        heads = [ridge.heads_on_line(solved, strength, prior) for strength in self.strengths]
         head, (row, column) = averaged(heads, self.texts, accuracies, count, self.averaging), first_best(accuracies)
         shared = state.shared | ridge.to_params(head, state.shared)
         cohort.effects |= {"strength": [self.strengths[row]], "text": [self.texts[column]]}
@@ -120,11 +127,6 @@ class SumOfMoments(Merge):
         cohort.notes["loss"] = float(weight @ reply.values["loss"].double() / weight.sum())
         second, cross = (torch.tensordot(weight, reply.values[k].double(), dims=1) for k in (SECOND, CROSS))
         return Moments(ridge.unpacked(second), cross)
-
-    def masked_sum(self, model: Model, state: State, cohort: Cohort) -> Moments:
-        sums = cohort.sums(self, model, state.message())
-        cohort.notes["loss"] = float(sums["loss"] / sums["weight"])
-        return Moments(ridge.unpacked(sums[SECOND]), sums[CROSS])
 
     def weight(self, reply: Reply) -> Tensor:
         n = reply.values["n"]

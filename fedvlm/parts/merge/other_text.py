@@ -66,7 +66,7 @@ class OtherText(TextServer):
             return model
 
         def changed(task: Task) -> Task:
-            text = text_tower(self.text_backbone).to(device=task.names().device)
+            text = load_text_tower(self.text_backbone).to(device=task.names().device)
             novel = None if task.novel is None else changed(task.novel)
             return task._replace(tower=towers_of(task)._replace(text=text), novel=novel)
 
@@ -74,7 +74,7 @@ class OtherText(TextServer):
 
 
 @lru_cache(maxsize=2)
-def text_tower(name: str) -> TextTower:
+def load_text_tower(name: str) -> TextTower:
     from fedvlm import backbones
 
     usual = backbones.form_of(name) in ("bundled", "folder", "hub")

@@ -24,4 +24,4 @@ class Scaffold(Mean):
         found = self.average(state, cohort, state.message(extra=control), sums=changes)
         clients = max(cohort.population, found.answered)
         moved = {k: v + (found.sums[k] / clients).to(v.dtype) for k, v in changes.items()}
-        return state._replace(shared=found.mean, server=state.server | moved | found.server)
+        return state._replace(shared=found.mean, server=state.server | moved)

@@ -88,7 +88,7 @@ class Stages(Mean):
             server["stage.rounds"] = server["stage.rounds"] + 1
         server["stage.accuracy"] = torch.tensor(accuracy, dtype=torch.float64)
         cohort.notes |= {"stage": stage, "train_accuracy": accuracy}
-        return state._replace(shared=averaged.mean, server=server | averaged.server)
+        return state._replace(shared=averaged.mean, server=server)
 
     def reference_value(self, latest: Tensor, final: Tensor) -> Tensor:
         return {"mix": (latest + final) / 2, "latest": latest, "final": final}[self.reference]

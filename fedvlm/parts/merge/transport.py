@@ -25,8 +25,9 @@ from torch import Tensor
 
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.merge import Replies
+from fedvlm.core.model import Model
 from fedvlm.core.ranges import Positive, Share
-from fedvlm.core.state import Params
+from fedvlm.core.state import Params, State
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import transport
 from fedvlm.parts.merge.classwise import Classwise
@@ -55,6 +56,11 @@ class Transport(Classwise):
                 f"retain={self.retain:g} and class_like={self.class_like:g} must be between 0 and 1, "
                 f"relaxation={self.relaxation:g} above 0"
             )
+
+    def round(self, model: Model, state: State, cohort: Cohort) -> State:
+        replies = self.gather(state, cohort)
+        after = self.finish_by_class(state, cohort, replies)
+        return after._replace(shared=self.calibrated(after.shared, replies, cohort))
 
     def calibrated(self, shared: Params, replies: Replies, cohort: Cohort) -> Params:
         classes, sets = shared["context"], replies.shared["outsiders"]

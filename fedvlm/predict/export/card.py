@@ -32,7 +32,7 @@ def card(run: RunFolder, about: ExportRecord) -> str:
         "## Use\n\n" + use(about),
         "## Data\n\n" + data(record),
         "## Method and protocol\n\n" + method(record),
-        "## Scores\n\n" + scores(run, about),
+        "## Scores\n\n" + scores_text(run, about),
         "## What is private\n\n" + private(record, about),
         "## Limitations\n\n" + limitations(record, about),
         "## Made by\n\n" + command(record, about),
@@ -117,12 +117,12 @@ def method(record: RunRecord) -> str:
     )
 
 
-def scores(run: RunFolder, about: ExportRecord) -> str:
+def scores_text(run: RunFolder, about: ExportRecord) -> str:
     record = run.record
-    rows = [f"| {VIEWS[view]} | {percent(value)} |" for view, value in about.scores.items()]
+    rows = [f"| {VIEWS[view]} | {percent_text(value)} |" for view, value in about.scores.items()]
     lines = [f"{plain(record.data.metric)} on the test split, in %, mean over clients (seed {record.seed}):", ""]
     lines += ["| model | test |", "|---|---|", *rows, ""]
-    asked = [(m, s) for e in questions.read(run.folder) for m, s in e.scores.items()]
+    asked = [(m, s) for e in questions.read_answers(run.folder) for m, s in e.scores.items()]
     if asked:
         lines += [
             "Asked afterwards (`fedvlm evaluate`):",
@@ -130,12 +130,12 @@ def scores(run: RunFolder, about: ExportRecord) -> str:
             "| measure | shared | personal | newcomer |",
             "|---|---|---|---|",
         ]
-        lines += [f"| {plain(m)} | {' | '.join(percent(s.get(view)) for view in VIEWS)} |" for m, s in asked]
+        lines += [f"| {plain(m)} | {' | '.join(percent_text(s.get(view)) for view in VIEWS)} |" for m, s in asked]
         lines.append("")
     return "\n".join(lines)
 
 
-def percent(value: float | None) -> str:
+def percent_text(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 

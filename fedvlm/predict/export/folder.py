@@ -77,7 +77,7 @@ def export(
     predictor = from_run(run, client, backbone)
     if extras.backbone:
         files_of(predictor.backbone)  # an error before anything is written
-    about = described(run, predictor)
+    about = export_record(run, predictor)
     task = predictor.model.task
     content = {"config.json": about.to_json(), "README.md": card(run, about), "example.py": EXAMPLE}
     frozen = {} if task.text is None else {TEXT: task.text.contiguous()}
@@ -98,14 +98,14 @@ def export(
             files.write(folder / name, data, private=bool(client))
     written = [*content, *tensors]
     if about.adapter.code:
-        user_code.stored(run.folder / "code" / "adapter", about.adapter.code).write(folder / "code" / "adapter")
+        user_code.stored_code(run.folder / "code" / "adapter", about.adapter.code).write(folder / "code" / "adapter")
         written.append("code/adapter")
     if extras.backbone:
         written += copy_backbone(predictor.backbone, folder / BACKBONE)
     return written
 
 
-def described(run: RunFolder, predictor: Predictor) -> ExportRecord:
+def export_record(run: RunFolder, predictor: Predictor) -> ExportRecord:
     record, task = run.record, predictor.model.task
     return ExportRecord(
         adapter=record.adapter,
@@ -162,12 +162,12 @@ class Exported:
 
     def adapter(self, uses: tuple[str, ...]) -> Adapter:
         part = self.about.adapter
-        codes = {"adapter": user_code.stored(self.folder / "code" / "adapter", part.code)} if part.code else {}
+        codes = {"adapter": user_code.stored_code(self.folder / "code" / "adapter", part.code)} if part.code else {}
         setup = Setup(self.about.method, Config(backbone=self.place), {"adapter": part}, codes=codes)
         return admitted(setup, self.folder, self.trusted, uses).adapter
 
 
-def load(folder: str | Path, backbone: Backbone | None = None, trusted: bool = False) -> Predictor:
+def load_export(folder: str | Path, backbone: Backbone | None = None, trusted: bool = False) -> Predictor:
     """What `export` wrote, ready to predict; `backbone` replaces the recorded one, which must have the same weights."""
     folder = Path(folder)
     weights = folder / "adapter.safetensors"

@@ -71,7 +71,7 @@ class ImageProcessor(Protocol):
 
 
 @dataclass(frozen=True)
-class Preprocessing:
+class ImageSteps:
     """What happens to an RGB image before the model; 0: this step is left out."""
 
     shortest_edge: int  # the shorter side is resized to this, and the longer one in proportion (rounded down)
@@ -133,13 +133,13 @@ def to_onnx(predictor: Predictor) -> tuple[bytes, str]:
     for batch in (True, False):  # some adapters can only be traced for one image at a time
         try:
             data = traced(Whole(predictor), ours[:2] if batch else ours[:1], batch)
-            error = difference(data, predictor, images, ours, 0 if batch else 1)
+            error = onnx_difference(data, predictor, images, ours, 0 if batch else 1)
         except FedvlmError:
             raise
         except Exception as fault:  # whatever torch and onnxruntime raise
             error = f"{type(fault).__name__}: {printable(fault, 200)}"
         if not error:
-            about = description(predictor, steps, 0 if batch else 1)
+            about = onnx_description(predictor, steps, 0 if batch else 1)
             return data, json.dumps(about, indent=1, ensure_ascii=False)
     name = type(predictor.model.adapter).__module__.rsplit(".", 1)[-1]
     raise FedvlmError(
@@ -148,9 +148,9 @@ def to_onnx(predictor: Predictor) -> tuple[bytes, str]:
     )
 
 
-def preprocessing(backbone: Backbone) -> Preprocessing:
+def preprocessing(backbone: Backbone) -> ImageSteps:
     if isinstance(backbone, Pixels):
-        return Preprocessing(0, backbone.size, backbone.size, "bicubic", 0, 0)
+        return ImageSteps(0, backbone.size, backbone.size, "bicubic", 0, 0)
     if backbone.black_box or not isinstance(backbone, HasPixels):
         raise FedvlmError(
             f"--onnx: backbone={backbone.name} returns embeddings only, so its image encoder cannot be written; "
@@ -160,12 +160,12 @@ def preprocessing(backbone: Backbone) -> Preprocessing:
     if isinstance(p, OpenClipPreprocessing):
         squash = p.size if p.resize_mode == "squash" else 0
         cropped = p.size - squash
-        return Preprocessing(cropped, squash, squash, p.interpolation, cropped, cropped, "round")
+        return ImageSteps(cropped, squash, squash, p.interpolation, cropped, cropped, "round")
     size, crop = dict(p.size) if p.do_resize else {}, getattr(p, "crop_size", None)
     cut = dict(crop) if crop and getattr(p, "do_center_crop", False) else {}
     if size.keys() - {"shortest_edge", "height", "width"}:
         raise FedvlmError(f"--onnx: backbone={backbone.name} resizes images in a way that is not known here ({size})")
-    return Preprocessing(
+    return ImageSteps(
         shortest_edge=size.get("shortest_edge", 0),
         width=size.get("width", 0),
         height=size.get("height", 0),
@@ -193,7 +193,7 @@ def pixels_of(backbone: Backbone, images: Sequence[Image.Image]) -> Tensor:
 def traced(model: Whole, pixels: Tensor, batch: bool) -> bytes:
     out = io.BytesIO()
     axes = {"pixels": {0: "images"}, "logits": {0: "images"}, "probabilities": {0: "images"}} if batch else {}
-    with quiet(), more_operations(), plain_calls(model.predictor.model.adapter), torch.no_grad():
+    with quiet_exporter(), more_operations(), plain_calls(model.predictor.model.adapter), torch.no_grad():
         torch.onnx.export(
             model.eval(),
             (pixels,),
@@ -208,7 +208,7 @@ def traced(model: Whole, pixels: Tensor, batch: bool) -> bytes:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Silence torch's warnings about its own exporter and about sizes that become constants, since the result is
     checked, and the graph that C++ code of torch prints where an operation is unknown."""
     sys.stdout.flush()
@@ -268,7 +268,9 @@ def plain_calls(adapter: Adapter) -> Iterator[None]:
             vars(home)["functional_call"] = original
 
 
-def difference(data: bytes, predictor: Predictor, images: Sequence[Image.Image], pixels: Tensor, batch: int) -> str:
+def onnx_difference(
+    data: bytes, predictor: Predictor, images: Sequence[Image.Image], pixels: Tensor, batch: int
+) -> str:
     """Why the file is not the model, or ""; `batch`: images at a time, 0 for any number."""
     if importlib.util.find_spec("onnxruntime") is None:
         console.warn("onnxruntime is not installed: the ONNX file is not checked (pip install 'fedvlm[onnx]')")
@@ -287,7 +289,7 @@ def difference(data: bytes, predictor: Predictor, images: Sequence[Image.Image],
     return "" if worst <= TOLERANCE else f"onnxruntime's probabilities differ from fedvlm's by {worst:.1g}"
 
 
-def description(predictor: Predictor, steps: Preprocessing, batch: int) -> dict[str, object]:
+def onnx_description(predictor: Predictor, steps: ImageSteps, batch: int) -> dict[str, object]:
     return {
         "classes": list(predictor.classes),
         "preprocessing": asdict(steps),

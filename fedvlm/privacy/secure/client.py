@@ -19,7 +19,7 @@ from fedvlm.privacy.secure.messages import (
     unpack_records,
     unpack_sets,
 )
-from fedvlm.privacy.secure.shamir import SHARE, split
+from fedvlm.privacy.secure.shamir import SHARE, split_secret
 
 MASK, SHARES, OWN = b"fedvlm secure mask", b"fedvlm secure shares", b"fedvlm secure own mask"
 
@@ -69,7 +69,9 @@ class Client:
         self.sealing = {i: self.sealer.agree(keys[:KEY], self.binding, SHARES) for i, keys in found.items()}
         self.pairs = {i: self.masker.agree(keys[KEY:], self.binding, MASK) for i, keys in found.items()}
         holders = [*found, self.id]
-        of_key, of_own = (split(secret, self.threshold, holders) for secret in (self.masker.private, self.own_mask))
+        of_key, of_own = (
+            split_secret(secret, self.threshold, holders) for secret in (self.masker.private, self.own_mask)
+        )
         self.held = {self.id: of_key[self.id] + of_own[self.id]}
         sealed = {
             i: seal(key, self.id, self.context(self.id, i), of_key[i] + of_own[i]) for i, key in self.sealing.items()

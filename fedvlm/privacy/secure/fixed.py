@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.core.merge import FINE, Summand
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError, VoidRound
 from fedvlm.privacy.secure.messages import Integers
+from fedvlm.privacy.secure.sums import FINE, Summand
 
 FINEST = -40  # exponent of the finest step; a finer one gains nothing
 CLIPPED = "clipped"  # the sum that says how many values were clipped
@@ -29,7 +29,7 @@ Summands = Mapping[str, Summand]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SumPlan:
     """How the summands of a round become one vector of integers. Server and clients compute the same one."""
 
     summands: dict[str, Summand]
@@ -38,7 +38,7 @@ class Plan:
     clients: int  # that it leaves room for
 
     @classmethod
-    def of(cls, summands: Summands, clients: int) -> Plan:
+    def of(cls, summands: Summands, clients: int) -> SumPlan:
         values = sum(prod(s.shape) for s in summands.values())
         known = dict(sorted(summands.items())) | {CLIPPED: Summand((), float(max(1, values)), 1.0)}
         for bits in (32, 64):

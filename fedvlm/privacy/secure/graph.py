@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 
 @cache
-def size(clients: int, threshold: int) -> Size:
+def graph_size(clients: int, threshold: int) -> Size:
     """`threshold`: clients that must be in a sum; with few clients it is also the threshold of shares."""
     for k in range(2, clients - 1, 2):
         t = smallest_safe(clients, k)

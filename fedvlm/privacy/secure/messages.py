@@ -43,7 +43,9 @@ class Parameters(NamedTuple):
     threshold: int  # clients that must be in the sum
     planned: int  # clients that the fixed-point numbers leave room for
     limit: float  # each number of an update is clipped to ± this
-    model: bytes = bytes(32)  # SHA-256 of what clients train on: not another model for each (settings.fingerprint)
+    model: bytes = bytes(
+        32
+    )  # SHA-256 of what clients train on: not another model for each (settings.message_fingerprint)
 
     @property
     def binding(self) -> bytes:
@@ -52,7 +54,7 @@ class Parameters(NamedTuple):
 
     @property
     def size(self) -> graph.Size:
-        return graph.size(len(self.ids), self.threshold)
+        return graph.graph_size(len(self.ids), self.threshold)
 
     def neighbours(self, client: int) -> frozenset[int]:
         return graph.neighbours(self.seed, self.ids, self.size.neighbours)[client]
@@ -116,7 +118,7 @@ def unpack_sets(data: bytes, ids: tuple[int, ...]) -> tuple[frozenset[int], froz
 
 def traffic(clients: int, threshold: int) -> tuple[int, int]:
     """Bytes down to and up from a client beside the masked vector, where nobody drops out."""
-    k = graph.size(clients, threshold).neighbours
+    k = graph.graph_size(clients, threshold).neighbours
     down = HEAD.size + 4 * clients + k * (4 + PUBLIC) + k * (4 + SEALED) + 2 * -(-clients // 8)
     up = PUBLIC + KEY + k * (4 + SEALED) + (k + 1) * (4 + SHARE)
     return down, up

@@ -22,7 +22,7 @@ from fedvlm.privacy.secure.messages import (
     pack_sets,
     unpack_records,
 )
-from fedvlm.privacy.secure.shamir import SHARE, join
+from fedvlm.privacy.secure.shamir import SHARE, join_shares
 
 # kind of question, and what each client is asked → answers as they arrive; clients that do not answer are absent
 Ask = Callable[[str, dict[int, bytes]], Iterable[tuple[int, bytes]]]
@@ -140,7 +140,7 @@ class Server:
                 "clients back and `fedvlm resume` the run"
             )
         try:
-            return join({i: found[i] for i in sorted(found)[:need]})
+            return join_shares({i: found[i] for i in sorted(found)[:need]})
         except ValueError as error:
             raise VoidRound(f"client {client}: {error}; the round has no sum") from error
 

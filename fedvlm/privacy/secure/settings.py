@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from fedvlm.core.state import Message, Params, Reply
-from fedvlm.privacy.secure.fixed import Plan
+from fedvlm.privacy.secure.fixed import SumPlan
 from fedvlm.privacy.secure.graph import SMALLEST
 from fedvlm.privacy.secure.messages import Integers, traffic
 
 if TYPE_CHECKING:
     from fedvlm.config.config import Config
-    from fedvlm.core.merge import Merge
     from fedvlm.core.model import Model
+    from fedvlm.privacy.secure.sums import Summable
 
 
 class Secure(NamedTuple):
@@ -28,17 +28,17 @@ class Secure(NamedTuple):
     def of(cls, config: Config) -> Secure | None:
         return cls(config.threshold, config.secure_range) if config.secure else None
 
-    def summation(self, merge: Merge, model: Model, sent: Params, clients: int) -> Summation:
-        plan = Plan.of(merge.ranges(model, sent, self.limit), clients)
+    def summation(self, merge: Summable, model: Model, sent: Params, clients: int) -> Summation:
+        plan = SumPlan.of(merge.ranges(model, sent, self.limit), clients)
         return Summation(merge, sent, plan, max(SMALLEST, ceil(self.threshold * clients)), self.limit)
 
 
 class Summation(NamedTuple):
     """One exchange in which contributions are only added up: what is summed, and how."""
 
-    merge: Merge
+    merge: Summable
     sent: Params  # the shared model that clients start from
-    plan: Plan
+    plan: SumPlan
     threshold: int  # clients that must be in the sum
     limit: float
 
@@ -62,7 +62,7 @@ class Summed(NamedTuple):
     ids: np.ndarray  # of the clients in it
 
 
-def fingerprint(message: Message) -> bytes:
+def message_fingerprint(message: Message) -> bytes:
     """A hash of what clients train on, for Parameters.model. A server that sends one client another model than all
     others could otherwise make the sum tell of that client alone (Pasquini et al., 2022)."""
     found = hashlib.sha256(message.stage.encode())

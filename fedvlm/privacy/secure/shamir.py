@@ -15,7 +15,7 @@ PRIME = 2**256 + 297  # the smallest above every secret of 32 bytes
 SECRET, SHARE = 32, 33  # bytes
 
 
-def split(secret: bytes, threshold: int, holders: Iterable[int]) -> dict[int, bytes]:
+def split_secret(secret: bytes, threshold: int, holders: Iterable[int]) -> dict[int, bytes]:
     if len(secret) != SECRET:
         raise ValueError(f"a secret has {SECRET} bytes")
     polynomial = [secrets.randbelow(PRIME) for _ in range(threshold - 1)] + [int.from_bytes(secret, "little")]
@@ -28,7 +28,7 @@ def split(secret: bytes, threshold: int, holders: Iterable[int]) -> dict[int, by
     return shares
 
 
-def join(shares: Mapping[int, bytes]) -> bytes:
+def join_shares(shares: Mapping[int, bytes]) -> bytes:
     """The secret, from exactly `threshold` shares; an error where they do not belong together (not all such are found)."""
     weights = lagrange(tuple(sorted(shares)))
     value = sum(weights[i] * int.from_bytes(share, "little") for i, share in shares.items()) % PRIME

@@ -14,7 +14,7 @@ from fedvlm.rounds.steps.adjust import Adjust
 from fedvlm.rounds.steps.base import Step
 from fedvlm.rounds.steps.diagnose import Diagnose
 from fedvlm.rounds.steps.novel import Novel
-from fedvlm.rounds.steps.score import Score
+from fedvlm.rounds.steps.score import ScoreStep
 from fedvlm.rounds.steps.train import Train
 from fedvlm.rounds.steps.validate import Validate
 
@@ -28,14 +28,14 @@ STEPS: dict[str, Step] = {
     "train": Train(),
     "adjust": Adjust(),
     "validate": Validate(),
-    "score": Score(),
+    "score": ScoreStep(),
     "novel.shared": Novel("shared"),
     "novel.personal": Novel("personal"),
     "diagnose": Diagnose(),
 }
 
 
-def find(name: str) -> Step:
+def step_of(name: str) -> Step:
     if name not in STEPS:
         raise FedvlmError(f"unknown step '{name}'; {nearest(name, STEPS)}")
     return STEPS[name]
@@ -52,7 +52,7 @@ def run(
 ) -> Answer:
     """What these clients answer. Where a part of the user's own fails, the error says with which client: each of a few is
     tried alone. `client`: the name of a client."""
-    step = find(name)
+    step = step_of(name)
 
     def trial(rows: Params, some: Data) -> Answer:
         told = [client(i) for i in some.ids[:SHOWN].tolist()]

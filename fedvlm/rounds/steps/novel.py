@@ -18,7 +18,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.schema import Field, Schema
 from fedvlm.core.state import Answer, Message, Params
 from fedvlm.rounds.steps.base import Step
-from fedvlm.rounds.steps.predict import model_of
+from fedvlm.rounds.steps.predict import model_at
 
 if TYPE_CHECKING:
     from fedvlm.rounds.method import Method
@@ -43,7 +43,7 @@ class Novel(Step):
         values: Params = {}
         for half, task in method.base_and_novel.items():
             ready, model = method.adapter.prepare(task, params, {}), Model(method.adapter, task)
-            rows = [correct_by_class(model, task, model_of(ready, i), data.extras[half]) for i in range(len(data))]
+            rows = [correct_by_class(model, task, model_at(ready, i), data.extras[half]) for i in range(len(data))]
             values[half] = torch.stack(rows)
         return Answer(own, values)
 

@@ -61,6 +61,6 @@ def sums(model: Model, predictions: Iterator[Predicted], metrics: Sequence[Addit
     return [torch.from_numpy(t[1:]).view(-1, 3, *s).to(dtype) for t, s in zip(totals, shapes, strict=True)]
 
 
-def model_of(params: Params, i: int) -> Params:
+def model_at(params: Params, i: int) -> Params:
     """The parameters of one client of several; parameters that are the same for all have a client axis of one."""
     return {k: v[i % len(v)][None] for k, v in params.items()}

@@ -22,13 +22,13 @@ from fedvlm.core.model import Model
 from fedvlm.core.schema import Field, Fields, Schema
 from fedvlm.core.state import Answer, Message, Params, aligned
 from fedvlm.rounds.steps.base import Step
-from fedvlm.rounds.steps.predict import Predictor, model_of, one_model, one_per_client, sums
+from fedvlm.rounds.steps.predict import Predictor, model_at, one_model, one_per_client, sums
 
 if TYPE_CHECKING:
     from fedvlm.rounds.method import Method
 
 
-class Score(Step):
+class ScoreStep(Step):
     def schema(self, method: Method, extras: Mapping[str, Extra]) -> Schema:
         values: Fields = {"count": Field((3,), low=1, high=1, per="split", whole=True)}  # just what a client declared
         for name, metric in method.metrics_for(extras).items():
@@ -94,7 +94,7 @@ def client_views(model: Model, params: Params, data: Data, same_for_all: bool) -
     once for all clients."""
 
     def predictions(i: int) -> ClientView:
-        one = model_of(params, i)
+        one = model_at(params, i)
 
         def examples(name: str) -> tuple[Tensor, Tensor | None]:
             if name in data.extras:

@@ -32,7 +32,7 @@ class Train(Step):
             return self.trained(method, own, message, data)
         if privacy.level == "client":
             return privacy.protected(self.trained(method, own, message, data), message, data)
-        data = replace(data, private=privacy.descent(method.adapter))
+        data = privacy.data(data, method.adapter)
         alone = [replace(data, bounds=data.bounds[[i]], ids=data.ids[[i]]) for i in range(len(data))]
         rows = [{k: v[i : i + 1] for k, v in own.items()} for i in range(len(data))]
         answers = [self.trained(method, row, message, one) for row, one in zip(rows, alone, strict=True)]
