@@ -203,7 +203,7 @@ class Inspection:
         return only(Measured(reply, lengths), torch.from_numpy(np.flatnonzero(keep))) if keep.any() else None
 
     def released(self, median: Tensor) -> Iterator[Reply]:
-        """Those held back, without updates that are far too long, and with those shortened that are too long."""
+        """The replies held back, without updates that are far too long, and with those shortened that are too long."""
         held, self.held = self.held, []
         for one in held:
             if (excess(one, median) <= NEARLY * self.guard.bound).all():

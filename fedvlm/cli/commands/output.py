@@ -17,7 +17,7 @@ from fedvlm.system import console, files
 
 @contextlib.contextmanager
 def failures_shown(args: argparse.Namespace, notes: Sequence[str] = ()) -> Iterator[None]:
-    """Where some of several runs fail, print the table of the others, with these notes, before the error."""
+    """Print the table of the runs that did not fail, with these notes, before the error of those that did."""
     from fedvlm.training.processes import RunsFailed  # imports torch
 
     try:

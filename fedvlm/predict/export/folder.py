@@ -142,7 +142,7 @@ class Exported:
 
     @property
     def place(self) -> str:
-        """Where its backbone is: inside the folder, or at the recorded place."""
+        """The place of its backbone: inside the folder, or as recorded."""
         inside = self.folder / BACKBONE
         return str(inside) if inside.is_dir() else self.about.backbone.name
 
