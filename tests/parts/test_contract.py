@@ -299,8 +299,10 @@ def check_stacked_is_serial_with_adam(case: Case) -> None:
     rule = replace(method.local, optimiser="adam", lr=0.01)
     adam = Method.build(method.adapter, rule, method.merge, method.task, 5)
     one, other = (play(adam, case.data, chunk, rounds=1) for chunk in (1, STACKED))  # a round starts its optimiser anew
-    close(one.states[1].shared, other.states[1].shared, tolerance=1e-8)
-    close(one.rows[1], other.rows[1], tolerance=1e-8)
+    # Adam divides by the gradient's size + 1e-8, so that of the bias of keys in attention, whose gradient is 0 but for
+    # rounding, it takes the rounding for a step of up to 1e-7 (seen with SSE4.2)
+    close(one.states[1].shared, other.states[1].shared, tolerance=1e-6)
+    close(one.rows[1], other.rows[1], tolerance=1e-6)
 
 
 def check_private_never_goes_up(case: Case) -> None:
@@ -391,7 +393,7 @@ def check_neighbours_do_not_matter(case: Case) -> None:
     assert case.serial.replies.keys() == case.stacked.replies.keys() == set(ABLE.tolist())
     for i, alone in case.serial.replies.items():
         for one, other in zip(alone, case.stacked.replies[i], strict=True):
-            close(one, other)
+            close(one, other, tolerance=1e-8)
 
 
 def check_order_of_clients_does_not_matter(case: Case) -> None:
