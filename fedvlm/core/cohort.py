@@ -44,15 +44,9 @@ class Cohort:
 
     def stream(self, step: str, message: Message) -> Iterator[Reply]:
         """Replies a few clients at a time, so that memory does not grow with the cohort."""
-        for reply in self._replies(step, message):
-            self._observe(step, reply)
-            yield reply
+        return self._replies(step, message, self.observers)
 
-    def _observe(self, step: str, reply: Reply) -> None:
-        for observer in self.observers if step == "train" else ():
-            observer.add(reply)
-
-    def _replies(self, step: str, message: Message) -> Iterator[Reply]:
+    def _replies(self, step: str, message: Message, observers: tuple[Observer, ...] = ()) -> Iterator[Reply]:
         if self.secure and step == "train":
             raise FedvlmError("secure=true: this merge asks for the replies of single clients; use merge=mean")
         asked, clients = self._to_ask()
@@ -62,18 +56,23 @@ class Cohort:
         for came in self.engine.run(step, asked, message, self.round, self.exchange):
             self.bytes_up += came.nbytes
             for reply in inspection.passed(came) if inspection else (came,):
-                answered += self._noted(reply)
+                answered += self._noted(step, reply, observers)
                 yield reply
         for reply in inspection.rest() if inspection else ():
-            answered += self._noted(reply)
+            answered += self._noted(step, reply, observers)
             yield reply
         self._end_exchange(answered)
 
-    def _noted(self, reply: Reply) -> int:
-        """Keeps what the mechanisms of a reply's clients did; how many clients it is of."""
+    def _noted(self, step: str, reply: Reply, observers: tuple[Observer, ...]) -> int:
+        """Shows a reply to the observers and keeps what the mechanisms of its clients did; how many clients it is of."""
+        self._observe(step, reply, observers)
         for name in (k for k in reply.values if k.startswith(EFFECT)):
             self.effects.setdefault(name.removeprefix(EFFECT), []).extend(reply.values[name].tolist())
         return len(reply.ids)
+
+    def _observe(self, step: str, reply: Reply, observers: tuple[Observer, ...]) -> None:
+        for observer in observers if step == "train" else ():
+            observer.add(reply)
 
     def acted(self, **effects: float) -> None:
         """What a merge did in this round, by the names of its `effects`."""
@@ -136,7 +135,7 @@ class Cohort:
             return {k: torch.cat([p[k] for p in parts])[at] for k in (parts[0] if parts else {})}
 
         reply = Reply(ids[order], joined([r.values for r in replies]), joined([r.shared for r in replies]))
-        self._observe(step, reply)
+        self._observe(step, reply, self.observers)
         return reply
 
     def ask_some(self, ids: np.ndarray, step: str, message: Message) -> Reply:

@@ -89,7 +89,9 @@ class Stacked(Engine):
             part = ids[first : first + self.chunk]
             try:
                 own = self.rows.read(part, last_row)
-                answer = steps.run(step, method, own, message, self.at(part, round), prepared, self.name)
+                data = self.at(part, round)
+                with steps.explained_by_client(step, method, own, message, data, prepared, self.name):
+                    answer = chosen.run(method, own, message, data, prepared)
             except torch.OutOfMemoryError as error:
                 self.narrow(error)
                 continue

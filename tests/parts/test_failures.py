@@ -185,11 +185,11 @@ def test_an_error_without_parts_of_the_users_own_is_our_defect(failed, monkeypat
     """The last frame decides, also under a library's."""
     monkeypatch.setattr("fedvlm.parts.user_code.homes", {})
     words = ["run", "fedavg", "data=data", "unseen=openmoji", "rounds=1"]
-    monkeypatch.setattr("fedvlm.training.train.counted", lambda _: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr("fedvlm.training.train.count_of", lambda _: torch.zeros(2) @ torch.zeros(3))
     assert main([*words, "out=a"]) == 1
     said = capsys.readouterr().err
     assert f"({__file__}:" in said and "defect" not in said
-    monkeypatch.setattr("fedvlm.training.train.counted", None)
+    monkeypatch.setattr("fedvlm.training.train.count_of", None)
     assert main([*words, "out=b"]) == 1
     said = capsys.readouterr().err
     assert re.search(r"TypeError: .* \(fedvlm/training/train\.py:\d+; this is a defect of fedvlm\)", said)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,33 @@ def step_of(name: str) -> Step:
     return STEPS[name]
 
 
+@contextmanager
+def explained_by_client(
+    name: str,
+    method: Method,
+    own: Params,
+    message: Message,
+    data: Data,
+    prepared: Params,
+    client: Callable[[int], str] = str,
+) -> Iterator[None]:
+    """Runs a step of these clients. Where a part of the user's own fails in it, the error says with which client: each of a
+    few is tried alone. `client`: the name of a client."""
+    told = [client(i) for i in data.ids[:SHOWN].tolist()]
+    more = f" and {len(data) - SHOWN} more" if len(data) > SHOWN else ""
+    who = f"client{'s' * (len(data) > 1)} {', '.join(told)}{more}"
+    try:
+        with explained(f"step {name}, round {data.round}, {who}", *method.parts):
+            yield
+    except OwnPartFailed as error:
+        if len(data) == 1:
+            raise
+        for i in range(min(len(data), TRIED)):
+            one = replace(data, bounds=data.bounds[[i]], ids=data.ids[[i]])
+            run(name, method, {k: v[i : i + 1] for k, v in own.items()}, message, one, prepared, client)
+        raise OwnPartFailed(f"{error}\n{SIDE_BY_SIDE}" if len(data) <= TRIED else str(error)) from error.__cause__
+
+
 def run(
     name: str,
     method: Method,
@@ -50,23 +78,6 @@ def run(
     prepared: Params,
     client: Callable[[int], str] = str,
 ) -> Answer:
-    """What these clients answer. Where a part of the user's own fails, the error says with which client: each of a few is
-    tried alone. `client`: the name of a client."""
-    step = step_of(name)
-
-    def trial(rows: Params, some: Data) -> Answer:
-        told = [client(i) for i in some.ids[:SHOWN].tolist()]
-        more = f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
-        who = f"client{'s' * (len(some) > 1)} {', '.join(told)}{more}"
-        with explained(f"step {name}, round {data.round}, {who}", *method.parts):
-            return step.run(method, rows, message, some, prepared)
-
-    try:
-        return trial(own, data)
-    except OwnPartFailed as error:
-        if len(data) == 1:
-            raise
-        for i in range(min(len(data), TRIED)):
-            one = replace(data, bounds=data.bounds[[i]], ids=data.ids[[i]])
-            trial({k: v[i : i + 1] for k, v in own.items()}, one)
-        raise OwnPartFailed(f"{error}\n{SIDE_BY_SIDE}" if len(data) <= TRIED else str(error)) from error.__cause__
+    """What these clients answer."""
+    with explained_by_client(name, method, own, message, data, prepared, client):
+        return step_of(name).run(method, own, message, data, prepared)
