@@ -69,7 +69,8 @@ def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bit
             told.append((i, error))
         elif record["round"] == 2 and not killed:
             killed.append(i)
-            multiprocessing.active_children()[0].kill()
+            for child in multiprocessing.active_children():  # one of them plays this run; another may be idle
+                child.kill()
 
     cut = run_all(jobs(points, tmp_path / "cut"), 2, kill_one)
     assert killed and sorted(told) == [(i, "") for i in range(3)]
@@ -78,7 +79,7 @@ def test_a_child_that_is_killed_is_replaced_and_every_run_ends_with_the_same_bit
         for name in ("state.safetensors", "rows.bin", "outputs.safetensors"):
             assert (one.folder / name).read_bytes() == (other.folder / name).read_bytes(), name
     logs = [run.folder / "log.txt" for run in cut]
-    assert sum("its process died" in log.read_text() for log in logs if log.exists()) == 1
+    assert sum("its process died" in log.read_text() for log in logs if log.exists()) in (1, 2)
     assert not multiprocessing.active_children()
 
 
