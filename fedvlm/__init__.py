@@ -6,8 +6,9 @@ run.table(), run.figure(), run.predict("image.jpg", client="photo")
 fedvlm.bench(["fedot", "fedclip"], data="path/to/images", seeds=[50, 77, 98]).table()
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from fedvlm.system.lazy import lazy
 
 if TYPE_CHECKING:
     from fedvlm.api import Description as Description
@@ -33,17 +34,4 @@ _HOMES = {
     "fedvlm.studies.comparison": ("bench",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
-
-
-def __getattr__(name: str) -> object:
-    """Public names are imported when first used, so that `import fedvlm` does not import torch."""
-    for home, names in _HOMES.items():
-        if name in names:
-            found = getattr(import_module(home), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module 'fedvlm' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy(__name__, _HOMES)

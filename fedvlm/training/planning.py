@@ -177,15 +177,14 @@ def estimate(run: PlannedRun) -> Cost:
     message = first_message(method, state, tried)
     ready = method.for_message(message)
     torch.set_num_threads(max(1, setup.config.threads))  # as in training
-    took = []
     for _ in range(2):  # the first time warms up
-        began = time.perf_counter()
-        rows = copy_per_client(method.newcomer, len(tried))
-        answer = steps.run("train", ready, rows, message, sample, {}, federation.names.__getitem__)
-        trained = time.perf_counter()
-        steps.run("score", ready, answer.own, message, sample, {}, federation.names.__getitem__)
-        took.append((trained - began, time.perf_counter() - trained))
-    train, score = took[-1]
+        rows, took = copy_per_client(method.newcomer, len(tried)), []
+        for step in ("train", "score"):
+            began = time.perf_counter()
+            with steps.explained_by_client(step, ready, rows, message, sample, {}, federation.names.__getitem__):
+                rows = steps.STEPS[step].run(ready, rows, message, sample, {}).own
+            took.append(time.perf_counter() - began)
+    train, score = took
     share = asked / len(able)
     public = sum(len(e.x) for half, e in federation.data.extras.items() if half in method.base_and_novel)
     scored = len(federation.data.x) + public * (len(able) if method.has_personal_models else 1)
