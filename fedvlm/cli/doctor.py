@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    for package in ("torch", "transformers", "safetensors"):
+    for package in ("torch", "tokenizers", "safetensors"):
         try:
             importlib.import_module(package)
             yield Finding("ok", f"{package} {_version(package)}")
