@@ -73,6 +73,7 @@ class Sent:
     tensors: list[Tensor] = field(default_factory=list)
     bytes: int = 0
     sha256: str = ""  # of the bytes
+    request: str = ""  # SHA-256 of what was asked: plan and agreement, step, round, exchange and message
     clipped: bool | float = False  # True, or the norm to which the update was clipped
     noised: bool | float = False  # True, or the noise's standard deviation
     masked: bool = False  # by secure aggregation

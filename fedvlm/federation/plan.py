@@ -79,6 +79,12 @@ class Plan:
         refuse_own(known)
         return Setup.from_record(self, Path())  # type: ignore[arg-type]  # has the same entries
 
+    def agreement(self, agreed: Agreed | None = None) -> str:
+        """A hash of what all parties of the run must have been told the same of."""
+        told = [self.federation, self.name, self.sites, self.version, self.code, self.setup().binding()]
+        told += [agreed.classes, agreed.nouns] if agreed else []
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Hello:
@@ -98,11 +104,6 @@ class Agreed:
     id: int
     classes: list[str]
     nouns: list[str]
-    dim: int
-    scale: float
-    sites: int  # that take part
-    identity: str  # of the run
-    privacy: dict[str, float | str] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedvlm.core.records import build
-from fedvlm.errors import FedvlmError, nearest
+from fedvlm.errors import FedvlmError, Refused, nearest
 
 if TYPE_CHECKING:
     from fedvlm.config.config import Config
-    from fedvlm.federation.plan import Agreed
 
+# embeddings: of private images, or their class means. pixels: the gradients of whole networks, which hold images
+REVEALS = ("embeddings", "pixels")
+RAW = ("pixels", "text")  # views of adapters that are trained on the examples themselves
 STEPS = ("train", "adjust", "validate", "score", "diagnose", "secure.*")
 
 
@@ -24,10 +26,13 @@ class Rules:
     steps: list[str] = field(default_factory=lambda: list(STEPS))
     most_bytes: int = 1 << 30  # that one answer may have
     smallest_cohort: int = 1  # sites that must take part in a run
-    epsilon: float = 0.0  # the most that a run may spend (dp=); 0: runs without differential privacy are answered, too
+    epsilon: float = 0.0  # the most that all runs together may spend (dp=); 0: runs without privacy are answered, too
+    epsilon_per_run: float = 0.0  # the most that a run may spend; 0: all of epsilon
+    delta: float = 0.0  # of epsilon; 0: 1/n^1.1 of this site's n training examples
     secure: bool = False  # only runs with secure aggregation are answered
     counts: bool = True  # false: how many examples this site has is not told, and it counts as one
-    reveals: bool = False  # true: also methods whose clients send more of their data than parameters and numbers
+    smallest_examples: int = 8  # behind any number that leaves: of training and of each class in it, of a scored split
+    reveals: list[str] = field(default_factory=list)  # what methods may show beside updates and scores, of REVEALS
 
     @classmethod
     def read(cls, path: str) -> Rules:
@@ -39,39 +44,51 @@ class Rules:
             raw = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
             if isinstance(raw, dict) and (odd := [k for k in raw if k not in cls.__dataclass_fields__]):
                 raise ValueError(f"unknown rule '{odd[0]}'; {nearest(str(odd[0]), cls.__dataclass_fields__)}")
-            return build(cls, raw)
+            if isinstance(raw, dict) and isinstance(raw.get("reveals"), bool | str):  # true: as before there were two
+                raw["reveals"] = {True: ["embeddings"], False: []}.get(raw["reveals"], [raw["reveals"]])
+            rules = build(cls, raw)
+            if odd := sorted({*rules.reveals} - {*REVEALS}):
+                raise ValueError(f"reveals: '{odd[0]}'; {nearest(odd[0], REVEALS)}")
+            return rules
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise FedvlmError(f"rules={path}: {error}") from error
 
-    def check_run(self, method: str, merge: str, config: Config, reveals: str) -> None:
-        """An error where this site does not take part in such a run."""
+    def check_run(self, method: str, merge: str, config: Config, reveals: str = "", view: str = "") -> None:
+        """An error where this site does not take part in such a run. `reveals`: the merge's, `view`: what is trained on."""
         for words, name, what in ((self.methods, method, "method"), (self.merges, merge, "merge")):
             if not any(fnmatch(name, w) for w in words):
-                raise FedvlmError(f"this site's rules allow no {what} {name}, only {', '.join(words)}")
-        if reveals and not self.reveals:
-            raise FedvlmError(f"this site's rules allow no method whose clients send {reveals}")
+                raise Refused(f"this site's rules allow no {what} {name}, only {', '.join(words)}")
+        if reveals and "embeddings" not in self.reveals:
+            raise Refused(f"this site's rules allow no method whose clients send {reveals} (reveals: embeddings)")
+        if view in RAW and "pixels" not in self.reveals:
+            raise Refused("this site's rules allow no training of whole networks on images or text (reveals: pixels)")
         if self.secure and not config.secure:
-            raise FedvlmError("this site's rules ask for secure=true")
-        if self.epsilon and config.dp == "none":
-            raise FedvlmError(
-                f"this site's rules ask for differential privacy: dp=client epsilon={self.epsilon:g} or less"
+            raise Refused("this site's rules ask for secure=true")
+        if self.epsilon and not (config.dp == "example" or (config.dp == "client" and config.noise_at == "client")):
+            raise Refused(
+                "this site's rules ask for differential privacy by noise that it adds itself: dp=example, or dp=client "
+                f"noise_at=client, with epsilon={self.epsilon:g} or less"
             )
-        if self.epsilon and not 0 < config.epsilon <= self.epsilon:
-            raise FedvlmError(f"this site's rules allow epsilon={self.epsilon:g} at the most; give such a target")
+        most = self.epsilon_per_run or self.epsilon
+        if most and not 0 < config.epsilon <= most:
+            raise Refused(f"this site's rules allow epsilon={most:g} a run at the most; give such a target")
 
-    def check_cohort(self, agreed: Agreed) -> None:
-        if agreed.sites < self.smallest_cohort:
-            raise FedvlmError(f"{agreed.sites} sites take part, and this site's rules ask for {self.smallest_cohort}")
+    def check_examples(self, train: int, by_class: list[int]) -> None:
+        """An error where too few examples are behind the numbers of training."""
+        if 0 < min([train, *(n for n in by_class if n)]) < self.smallest_examples:
+            raise Refused(
+                f"there are fewer training examples here, in all or of a class, than the {self.smallest_examples} that "
+                "this site's rules ask for (smallest_examples)"
+            )
+
+    def check_cohort(self, sites: int) -> None:
+        if sites < self.smallest_cohort:
+            raise Refused(f"{sites} sites train, and this site's rules ask for {self.smallest_cohort}")
 
     def check_step(self, step: str) -> None:
         if not any(fnmatch(step, w) for w in self.steps):
-            raise FedvlmError(f"this site's rules do not answer {step}")
-
-    def check_privacy(self, step: str, private: bool) -> None:
-        """A server that asked for a private run must have told how, before the site trains."""
-        if self.epsilon and not private and (step == "train" or step.startswith("secure.")):
-            raise FedvlmError("this site's rules ask for differential privacy, and the server has not said how")
+            raise Refused(f"this site's rules do not answer {step}")
 
     def check_answer(self, frame: bytes) -> None:
         if len(frame) > self.most_bytes:
-            raise FedvlmError(f"an answer of {len(frame):,} bytes is over this site's rule of {self.most_bytes:,}")
+            raise Refused(f"an answer of {len(frame):,} bytes is over this site's rule of {self.most_bytes:,}")

@@ -82,7 +82,7 @@ def coarse(monkeypatch):
     """Accounting in larger steps, for tests that ask for it every round."""
 
     def forget():
-        accounting.poisson_epsilon.cache_clear()
+        accounting.composed_epsilon.cache_clear()
         accounting._loss_distribution.cache_clear()
 
     forget()
