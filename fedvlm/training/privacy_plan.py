@@ -84,6 +84,11 @@ def check_keys(config: Config) -> None:
         raise FedvlmError(
             f"dp={config.dp}: give either epsilon=, a target, or noise_multiplier=, such as 1 for noise of clip_norm="
         )
+    if config.dp == "example" and config.centre == "own":
+        raise FedvlmError(
+            "dp=example centre=own: the mean that a client takes off moves with every image, also of validation, which no "
+            "clipping bounds; use centre=none"
+        )
     if config.clip_quantile and (config.dp == "example" or config.noise_at == "client"):
         raise FedvlmError("clip_quantile= is for dp=client with noise_at=server; give a fixed clip_norm= instead")
     if config.clip_quantile and config.secure:
