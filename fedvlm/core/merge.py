@@ -42,8 +42,8 @@ class Merge(Observed):
     requires_parameters: ClassVar[tuple[str, ...]] = ()  # names of shared parameters that the adapter must have
     reveals: ClassVar[str] = ""  # in words, private data that clients send beside parameters and numbers; "": none
     partner: ClassVar[str] = ""  # the only local rule it works with; "" any
-    # What a client may be asked in a round, whatever the server says: the step of each exchange, in their order, and names
-    # in `extra` beside entries of the server's state and (by parameter) names of shared parameters
+    # What clients may be asked in a round, whatever a server says: the step of each exchange, in their order, and the names
+    # in their messages' `extra` (by parameter: those of the shared parameters)
     asks: ClassVar[tuple[str, ...]] = ("train",)
     tells: ClassVar[tuple[str, ...]] = ()
     tells_by_parameter: ClassVar[bool] = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 from dataclasses import asdict, dataclass, replace
@@ -60,6 +61,8 @@ from fedvlm.system.names import file_name
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.privacy_plan import check_method, planned
 
+REPEATS, REPEATED = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")  # of a regular expression
+MOST_CLASSES = 30_000
 SITE, PLAN, PROGRESS = "site.json", "plan.json", "progress"
 
 
@@ -156,6 +159,7 @@ class Agent:
     def check(self, plan: Plan) -> Setup:
         """The plan's setup; an error where this site's rules do not allow such a run."""
         setup = plan.setup()
+        self.rules.check_paths([setup.adapter, setup.local, setup.merge, *setup.metrics.values()])
         view, reveals = setup.adapter.view, setup.merge.reveals
         self.rules.check_run(setup.method.name, setup.parts["merge"].name, setup.config, reveals, view)
         self.rules.check_cohort(len(set(plan.sites) - set(setup.config.unseen)))
@@ -165,6 +169,8 @@ class Agent:
         """Encodes and splits the site's own data; features are stored, so that a second time is quick."""
         plan = self.plan()
         setup, own = self.check(plan), self.own_setup(plan.setup())
+        if len(agreed.classes) > MOST_CLASSES or len(agreed.nouns) > MOST_CLASSES:
+            raise Refused(f"was told of more than {MOST_CLASSES:,} classes")
         if agreed.id != plan.sites.index(self.about.site):
             raise Refused("was told another number than the plan's")
         agreement = plan.agreement(agreed)
@@ -240,6 +246,8 @@ class Agent:
 
     def source(self, setup: Setup) -> Source:
         config = setup.config
+        if len(config.group) > 200 or len(REPEATS.findall(config.group)) > 3 or REPEATED.search(config.group):
+            raise Refused("group= repeats more than file names need: they would take too long")
         return open_source(self.about.data, config.group, 0, config.stride)
 
     def own_setup(self, setup: Setup) -> Setup:

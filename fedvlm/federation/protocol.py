@@ -43,7 +43,8 @@ class Course:
     @classmethod
     def of(cls, config: Config, method: Method, trains: bool) -> Course:
         merge = method.merge
-        told = [*method.init(1).server, *merge.tells, *(method.initial if merge.tells_by_parameter else ())]
+        told = [*merge.tells, *(method.initial if merge.tells_by_parameter else ())]
+        told += method.privacy.server_state() if method.privacy else ()
         return cls(
             rounds=config.rounds if method.trains else 0,
             every=config.evaluate_every,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,6 +80,13 @@ class Rules:
                 f"there are fewer training examples here, in all or of a class, than the {self.smallest_examples} that "
                 "this site's rules ask for (smallest_examples)"
             )
+
+    def check_paths(self, parts: list[object]) -> None:
+        """An error where a part would open a file: whether there is one must not be told."""
+        for part in parts:
+            for f in fields(part) if is_dataclass(part) else ():
+                if "path" in f.metadata.get("traits", ()) and getattr(part, f.name):
+                    raise Refused(f"{f.name}= names a file, and a plan names none at a site; leave it out")
 
     def check_cohort(self, sites: int) -> None:
         if sites < self.smallest_cohort:

@@ -103,7 +103,9 @@ class Privacy:
     def protected(self, answer: Answer, message: Message, data: Data) -> Answer:
         """A client's reply as it may leave. The loss stays, and at the level of clients the number of examples, too."""
         values = answer.values | {"loss": torch.zeros_like(answer.values["loss"])}
-        answer = answer._replace(own={k: v.nan_to_num(0, 0, 0) for k, v in answer.own.items()})  # no failure depends on them
+        answer = answer._replace(
+            own={k: v.nan_to_num(0, 0, 0) for k, v in answer.own.items()}
+        )  # no failure depends on them
         if self.level == "example":
             return answer._replace(values=values)
         limit = self.clipping_norm(message.extra)
