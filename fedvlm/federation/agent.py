@@ -264,7 +264,7 @@ class Agent:
 
     def progress(self, done: int, total: int) -> None:
         shown = (done, total) if self.rules.counts else (100 * done // max(1, total), 100)
-        files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}")
+        files.write(self.folder / PROGRESS, f"{shown[0]} {shown[1]}", private=True)
 
     def mark(self, pool: Pool) -> str:
         """A keyed hash of the site's data, which nobody who has the same images can recognise."""

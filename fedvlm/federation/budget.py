@@ -38,6 +38,7 @@ class Entry:
     noise: float
     rate: float
     times: int
+    delta: float  # at which it was checked
 
     @property
     def release(self) -> Release:
@@ -69,7 +70,7 @@ class Budget:
         self._limit(everything, planned._replace(times=planned.times * max(0, rounds - mine)))
 
     def spend(self, round: int, request: str, release: Release) -> None:
-        path, entry = Path(self.path), Entry(self.data, self.federation, self.run, round, request, *release)
+        path, entry = Path(self.path), Entry(self.data, self.federation, self.run, round, request, *release, self.delta)
         files.private_folder(path.parent)
         with FileLock(f"{path}.lock", timeout=LOCK_SECONDS):
             everything = entries(path)

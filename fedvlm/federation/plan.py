@@ -21,7 +21,7 @@ from fedvlm.config.config import Setup
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, build, parsed
 from fedvlm.core.records import Value as Value  # Settings are made of it, which `build` looks up here
 from fedvlm.core.state import Params
-from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.errors import BadMessage, Refused
 from fedvlm.federation.wire import octets
 from fedvlm.parts import registry
 
@@ -144,7 +144,7 @@ def refuse_own(chosen: dict[str, PartRecord]) -> None:
     for home, part in chosen.items():
         kind = home.partition("-")[0]
         if kind != "engine" and (part.code or part.name not in registry.names(kind)):
-            raise FedvlmError(
+            raise Refused(
                 f"{kind}={part.name}: runs across machines carry no code; install your part as a package on the server "
                 "and at every site (docs/add-a-method.md, entry points)"
             )

@@ -46,6 +46,9 @@ class Rules:
                 raise ValueError(f"unknown rule '{odd[0]}'; {nearest(str(odd[0]), cls.__dataclass_fields__)}")
             if isinstance(raw, dict) and isinstance(raw.get("reveals"), bool | str):  # true: as before there were two
                 raw["reveals"] = {True: ["embeddings"], False: []}.get(raw["reveals"], [raw["reveals"]])
+            for name in ("epsilon", "epsilon_per_run", "delta"):  # YAML reads 1e-5 as text
+                if isinstance(raw, dict) and isinstance(raw.get(name), str):
+                    raw[name] = float(raw[name])
             rules = build(cls, raw)
             if odd := sorted({*rules.reveals} - {*REVEALS}):
                 raise ValueError(f"reveals: '{odd[0]}'; {nearest(odd[0], REVEALS)}")
@@ -99,3 +102,35 @@ class Rules:
     def check_answer(self, frame: bytes) -> None:
         if len(frame) > self.most_bytes:
             raise Refused(f"an answer of {len(frame):,} bytes is over this site's rule of {self.most_bytes:,}")
+
+
+def sentences(rules: Rules) -> list[str]:
+    """What could leave under these rules, and with which of the installed methods."""
+    from fedvlm.config.config import resolve
+    from fedvlm.config.recipe import recipe_names
+
+    private = {"dp": "example", "epsilon": rules.epsilon_per_run or rules.epsilon} if rules.epsilon else {}
+    allowed, refused = list[str](), dict[str, list[str]]()
+    for name in recipe_names():
+        try:
+            setup = resolve(name, private | ({"secure": True} if rules.secure else {}))
+            merge = setup.parts["merge"].name
+            rules.check_run(name, merge, setup.config, setup.merge.reveals, setup.adapter.view)
+            allowed.append(name)
+        except FedvlmError as error:
+            refused.setdefault(str(error), []).append(name)
+    told = [f"{len(allowed)} methods are allowed: {', '.join(allowed) or 'none'}."]
+    told += [f"Not {', '.join(names)}: {why}." for why, names in refused.items()]
+    shown = ["updates of the shared parameters, with numbers such as losses"] + [
+        r for r in REVEALS if r in rules.reveals
+    ]
+    told.append(f"What can leave: {', '.join(shown)}; class names{', numbers of examples' if rules.counts else ''}.")
+    if rules.secure:
+        told.append("Updates leave only masked, and the server sees their sum.")
+    if rules.epsilon:
+        told.append(f"All runs together spend at most epsilon={rules.epsilon:g} of an example; no scores leave.")
+    else:
+        told.append("Updates and scores leave without noise: images may be reconstructed from updates (SECURITY.md).")
+    few = rules.smallest_examples
+    told.append(f"No training with fewer than {few} examples, in all or of a class, and no scores of fewer.")
+    return told

@@ -169,7 +169,7 @@ class SiteClient:
         self.diary = Diary(folder, sync=bool(about.ledger))
         with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
             self.epoch = last_epoch(folder) + 1
-            files.write(folder / EPOCH, str(self.epoch).encode())
+            files.write(folder / EPOCH, str(self.epoch).encode(), private=True)
         self.engine = Stacked(
             method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
         )
@@ -230,7 +230,8 @@ class SiteClient:
 
     def check_model(self, message: Message) -> None:
         expected = {k: v.shape for k, v in self.method.initial.items()}
-        if {k: v.shape for k, v in message.shared.items()} != expected or message.reference.keys() - expected.keys():
+        odd = {*message.reference} - {*expected} or {*message.task} - {"text", "novel"}
+        if odd or {k: v.shape for k, v in message.shared.items()} != expected:
             raise Refused("was sent another model than the plan's: its parameters have other names or shapes")
 
     def step(self, header: Header, parts: dict[str, Params], done: Header) -> tuple[Header, dict[str, Params]]:
@@ -287,10 +288,11 @@ class SiteClient:
     def with_flags(self, done: Header, step: str, message: Message) -> Header:
         """The header of an answer, with what was done to an update before it leaves."""
         privacy = self.method.privacy
-        if step != "train" or privacy is None or privacy.level != "client":
+        if step != "train" or privacy is None:
             return done
         norm = privacy.clipping_norm(message.extra)
-        return done._replace(clipped=norm, noised=norm * privacy.noise if privacy.noise_at == "client" else 0.0)
+        mine = privacy.level == "example" or privacy.noise_at == "client"
+        return done._replace(clipped=norm, noised=norm * privacy.noise if mine else 0.0)
 
     def secure_answer(self, kind: str, payload: bytes, message: Message, header: Header) -> bytes:
         """A step of secure aggregation. Keys and masks are of one attempt and are lost with this process. An attempt that
