@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from test_sites import STYLES, answer, begun, federation
 from test_sites import Sites as Sites
 
+from fedvlm.cli import main
 from fedvlm.errors import Refused
 from fedvlm.federation import agent, budget
 from fedvlm.federation.budget import Budget
@@ -30,23 +34,38 @@ def account(run: str = "one", federation: str = "heart", **limits) -> Budget:
     return Budget(path, "images", federation, run, **{"epsilon": 0.0, "per_run": 0.0, "delta": DELTA} | limits)
 
 
+RUNS = [("one", "heart"), ("two", "heart"), ("one", "lung")]
+
+
+def spend_all(release: Release) -> None:
+    for run, federation in RUNS:
+        for round in (1, 2, 3, 4):
+            account(run, federation).spend(round, f"request {round}", release)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that is killed is a fork")
 @pytest.mark.parametrize("release", [Release(2.0, 1.0, 1), Release(1.5, 0.25, 4)], ids=["client", "example"])
-def test_epsilon_is_that_of_dp_accounting_over_runs_federations_and_kills(release):
-    """Processes are killed before and after they write; their requests come again."""
+def test_epsilon_is_that_of_dp_accounting_over_runs_federations_and_twenty_kills(release):
+    """A process that is killed at any moment asks again for what it may have asked for before."""
     pytest.importorskip("dp_accounting")
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, pld
 
-    draw, made = random.Random(3), 0
-    for run, federation in (("one", "heart"), ("two", "heart"), ("one", "lung")):
-        for round in (1, 2, 3):
-            for _ in range(draw.randint(1, 4)):  # killed in between, asked again: the same request
-                account(run, federation).spend(round, f"request {round}", release)
-            made += 1
+    draw, counts = random.Random(3), []
+    for _ in range(20):
+        child = os.fork()
+        if not child:
+            spend_all(release)
+            os._exit(0)
+        time.sleep(draw.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        counts.append(len(budget.entries(Budget.path_of("images"))))
+    spend_all(release)
     found = budget.entries(Budget.path_of("images"))
-    assert len(found) == made == 9
+    assert len(found) == len(set(found)) == 12 and counts == sorted(counts) and counts[0] < 12
     theirs = pld.PLDAccountant()
     event = GaussianDpEvent(release.noise)
-    theirs.compose(event if release.rate == 1 else PoissonSampledDpEvent(release.rate, event), made * release.times)
+    theirs.compose(event if release.rate == 1 else PoissonSampledDpEvent(release.rate, event), 12 * release.times)
     assert budget.spent((e.release for e in found), DELTA) == pytest.approx(theirs.get_epsilon(DELTA), rel=1e-3)
 
 
@@ -80,7 +99,7 @@ def test_what_is_spent_is_refused_before_it_is_written():
 KEYS = {"dp": "example", "epsilon": 4.0, "clip_norm": 1.0}
 
 
-def test_a_federation_keeps_to_the_budget_of_a_site(federation):
+def test_a_federation_keeps_to_the_budget_of_a_site(federation, capsys):
     """The site's ε is what it agreed to, its scores are not told, and a second run does not fit any more."""
     pytest.importorskip("dp_accounting")
     sites = federation(rules={"twemoji": "epsilon: 5\n"})
@@ -98,6 +117,12 @@ def test_a_federation_keeps_to_the_budget_of_a_site(federation):
     for style in STYLES:  # the processes of another job
         sites.sites[style].close()
         sites.start(style)
+    home = str(sites.place / "twemoji")
+    assert main(["ledger", home, "--budget"]) == 0
+    said = capsys.readouterr()
+    assert (
+        f"epsilon={epsilon:.3g} spent" in said.out + said.err and f"{5 - epsilon:.3g} of 5 left" in said.out + said.err
+    )
     run = sites.play(sites.plan("fedavg", unseen=[], seed=1, **KEYS))
     assert "twemoji does not take part: this site's budget of epsilon=5 for all runs" in sites.status.said[0]
     assert run.rounds()[-1]["missing"] == ["twemoji"]
