@@ -43,6 +43,7 @@ SITES = ("noto", "openmoji", "twemoji")
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
 EACH = 10
 FEW = "smallest_examples: 1\n"
+CONTROL = "control"  # not an attempt: a check of this benchmark
 PRIVATE = {"dp": "example", "epsilon": 1.0, "unseen": "", "delta": 1e-3}
 
 
@@ -316,7 +317,7 @@ def secure(scene: Scene, plans: list[Plan], tell: Callable[[int], dict[str, obje
 SECURE_PLAN = {"secure": True, "weights": "uniform"}
 
 
-@attempt("equivocation", "three sites that are told the same (a check of this benchmark)")
+@attempt(CONTROL, "three sites that are told the same: the sum opens")
 def told_the_same(scene: Scene) -> str:
     try:
         secure(scene, [scene.plan(**SECURE_PLAN)] * 3, lambda i: {})
@@ -777,8 +778,9 @@ def main() -> int:
             print(f"{found.how or 'GOT IT':13} {one.family}: {number}{one.name} ({found.said[:110]})", flush=True)
     print("\n| family | attempts | refused | seen by the audit | nothing in the answer | got something |")
     print("|---|---|---|---|---|---|")
-    for family in [*dict.fromkeys(o.attempt.family for o in outcomes), "all"]:
-        counts = Counter(o.how for o in outcomes if family in (o.attempt.family, "all"))
+    tried = [o for o in outcomes if o.attempt.family != CONTROL]
+    for family in [*dict.fromkeys(o.attempt.family for o in tried), "all"]:
+        counts = Counter(o.how for o in tried if family in (o.attempt.family, "all"))
         cells = [counts.total(), *(counts[how] for how in ("refused", "seen", "nothing in it", ""))]
         print(f"| {family} | {' | '.join(map(str, cells))} |")
     known = {o.attempt.trust for o in outcomes} - {0}
