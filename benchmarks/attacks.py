@@ -3,6 +3,7 @@
     python benchmarks/attacks.py --jobs 16 --out attacks.json --write docs/robustness.md
     python benchmarks/attacks.py --quick              # two merges, five attacks, one seed
     python benchmarks/attacks.py --read attacks.json  # the tables of an earlier run again
+    python benchmarks/attacks.py server               # the other way round: a lying server against a site (lying_server.py)
 
 Ten clients hold the embedded emoji in equal shares (partition=iid) on mini-clip; client 0 lies, or clients 0 and 1 do
 together. Their replies are changed on the way to the server, or their training data before they train. A cell is the
@@ -597,4 +598,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["server"]:
+        import lying_server  # beside this file
+
+        sys.exit(lying_server.main())
     main()

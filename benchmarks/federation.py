@@ -116,7 +116,7 @@ class Federation:
         if fault == "another version":
             env |= {"PYTHONPATH": str(self.other_version()) + os.pathsep + self.env["PYTHONPATH"]}
         rules = self.place / f"{name}.yaml"
-        rules.write_text("reveals: true\n")  # feddtl's clients send embeddings
+        rules.write_text("reveals: embeddings\nsmallest_examples: 1\n")  # of feddtl; small sites
         more.append(f"rules={rules}")
         words = ["serve", str(kit)] if name == "server" else ["join", str(kit), f"data={images}", *more]
         log = (self.place / f"{name}.log").open("ab")

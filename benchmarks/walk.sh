@@ -206,11 +206,12 @@ until_true 120 "grep -q listening '$place/server/serve.txt'"
 saw server serve.txt
 
 title "4. The hospitals"
-printf 'methods: [fedot, fedavg]\nsmallest_cohort: 2\ncounts: true\n' >"$place/north/site.yaml"
+printf 'methods: [fedot, fedavg]\nsmallest_cohort: 2\ncounts: true\nsmallest_examples: 4\n' >"$place/north/site.yaml"
+for who in south west; do mkdir -p "$place/$who"; printf 'smallest_examples: 4\n' >"$place/$who/site.yaml"; done
 at north "cat site.yaml"
 declare -A joined
 for who in north south; do
-    rules=$([ $who = north ] && echo " rules=site.yaml" || true)
+    rules=" rules=site.yaml"  # about seven images of a class are trained on
     background $who join.txt "fedvlm join $who.zip data=images$rules"
     joined[$who]=$last
 done
@@ -297,7 +298,7 @@ echo "                     one process $other"
 title "12. A further hospital, which is scored and not trained on"
 at office "fedvlm federation add west in=walk" || fails add
 install -m 600 "$place/office/walk/west.zip" "$place/west/west.zip"
-background west join.txt "fedvlm join west.zip data=images"
+background west join.txt "fedvlm join west.zip data=images rules=site.yaml"
 joined[west]=$last
 until_true 180 "grep -q 'has joined' '$place/west/join.txt'" && saw west join.txt
 at office "fedvlm run fedot rounds=5 unseen=west federation=walk/admin.zip out=runs/unseen" || fails "the run with an unseen site"

@@ -12,6 +12,10 @@ class BadMessage(FedvlmError):
     """What arrived from a client is not what was agreed."""
 
 
+class Refused(FedvlmError):
+    """What a site does not do, by its rules or the plan; the text says nothing of its data and may leave the site."""
+
+
 class VoidRound(FedvlmError):
     """A round that leaves the shared model as it was."""
 

@@ -24,6 +24,17 @@ MINI_CLIP_TOKENIZER = "0e5f4fb3280d5e93"  # not in its fingerprint, which stores
 PREPROCESSING = ("preprocessor_config.json", "processor_config.json")
 OPEN_CLIP = "open_clip_config.json"
 OPEN_CLIP_WEIGHTS = "open_clip_model.safetensors"
+INDEX = "*.index.json"  # which of several files has which weights
+KERNELS = (
+    "attn_implementation",
+    "quantization_config",
+    "kernel_config",
+)  # entries that choose code, which may be fetched
+BUILT_IN = (None, False, True, "eager", "sdpa")
+# what numbers of a configuration may be at most, by parts of their names: they decide how much memory a model takes
+LARGEST = {"layers": 512, "heads": 1024, "size": 1 << 23, "dim": 1 << 18, "embeddings": 1 << 20, "experts": 1024}
+PIXELS = ("image_size", "shortest_edge", "height", "width")
+MOST_PIXELS = 4096  # of an edge
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 FETCHED = ["*.json", "*.safetensors", "*.txt"]
 CONVERT = (
@@ -56,7 +67,44 @@ def folder_of(name: str, fetch: bool) -> Path:
             "in open_clip's"
         )
     check_weights(name, folder)
+    check_entries(name, folder)
     return folder
+
+
+def check_entries(name: str, folder: Path) -> None:
+    """An error where a file of the folder leads out of it, asks for code from elsewhere, or for sizes that no model has."""
+    for path in (p for p in sorted(folder.glob("*.json")) if p.name in ("config.json", OPEN_CLIP, *PREPROCESSING)):
+        try:
+            entries = list(nested(parsed(read_text(path))))
+        except (OSError, ValueError) as error:
+            raise FedvlmError(f"backbone={name}: {path.name} is not readable ({error})") from error
+        for key, value in entries:
+            if key.strip("_") in KERNELS and not (isinstance(value, str | bool | None) and value in BUILT_IN):
+                raise FedvlmError(f"backbone={name}: {path.name} has {key}={value!r:.80}, which asks for other code")
+            most = MOST_PIXELS if key in PIXELS else next((n for k, n in LARGEST.items() if k in key), None)
+            for number in value if isinstance(value, list) else [value]:
+                if most is not None and isinstance(number, int | float) and not -most <= number <= most:
+                    raise FedvlmError(f"backbone={name}: {path.name} has {key}={number:g}, and {most:,} is the most")
+    for path in sorted(folder.glob(INDEX)):
+        try:
+            named = cast(dict[str, str], parsed(read_text(path))["weight_map"]).values()
+            odd = [file for file in named if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file, re.ASCII)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FedvlmError(f"backbone={name}: {path.name} is not readable ({type(error).__name__})") from error
+        if odd:
+            raise FedvlmError(f"backbone={name}: {path.name} names {odd[0]!r:.80}, and weights are files of the folder")
+
+
+def nested(value: object, key: str = "") -> Iterator[tuple[str, object]]:
+    """The entries of plain data at any depth."""
+    yield key, value
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from nested(inner, str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            if isinstance(inner, dict | list):
+                yield from nested(inner)
 
 
 def check_weights(name: str, folder: Path) -> None:
@@ -127,6 +175,7 @@ def loading(folder: Path) -> Iterator[None]:
 def fingerprint(folder: Path) -> str:
     """A hash of the weights, the configuration and the preprocessing; a tokenizer other than mini-clip's counts too."""
     weights, settings = sorted(folder.glob("*.safetensors")), ["config.json", *PREPROCESSING]
+    weights += sorted(folder.glob(INDEX))
     if is_open_clip(folder):
         weights, settings = [folder / OPEN_CLIP_WEIGHTS], [OPEN_CLIP]
     digest = _hash([*weights, *(folder / name for name in settings)])

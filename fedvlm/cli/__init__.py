@@ -179,12 +179,20 @@ COMMANDS = {
         ),
     ),
     "serve": Command("run a federation's server: home= backbone=", (KIT, PAIRS)),
-    "join": Command("run a site of a federation: data= backbone= rules= home=", (KIT, PAIRS)),
+    "join": Command(
+        "run a site of a federation: data= backbone= rules= home=",
+        (KIT, PAIRS, Argument("--check", {"action": "store_true", "help": "only say what could leave by its rules"})),
+    ),
     "ledger": Command(
         "list what left a site, or what a run's server received",
         (
             Argument("ledgers", {"nargs": "*", "metavar": "FILE|FOLDER", "help": "default: every site of this user"}),
             Argument("--verify", {"action": "store_true", "help": "only check that no line was changed or removed"}),
+            Argument("--audit", {"action": "store_true", "help": "say what no honest server asks; exit code 1"}),
+            Argument(
+                "--budget",
+                {"action": "store_true", "help": "what private runs spent of each data set"},
+            ),
             Argument("--compare", {"metavar": "RUN", "help": "compare with what this run's server received"}),
             CSV,
         ),

@@ -42,6 +42,11 @@ class Merge(Observed):
     requires_parameters: ClassVar[tuple[str, ...]] = ()  # names of shared parameters that the adapter must have
     reveals: ClassVar[str] = ""  # in words, private data that clients send beside parameters and numbers; "": none
     partner: ClassVar[str] = ""  # the only local rule it works with; "" any
+    # What clients may be asked in a round, whatever a server says: the step of each exchange, in their order, and the names
+    # in their messages' `extra` (by parameter: those of the shared parameters)
+    asks: ClassVar[tuple[str, ...]] = ("train",)
+    tells: ClassVar[tuple[str, ...]] = ()
+    tells_by_parameter: ClassVar[bool] = False
     # What its mechanism does in a round, by name, with the meaning in words; told by `cohort.acted(name=number)`
     effects: ClassVar[Mapping[str, str]] = {}
 

@@ -37,7 +37,7 @@ def by_blocks(like: Tensor, count: int, block: Callable[[int, int], Tensor]) -> 
         return block(0, count)
     step, place = max(1, BLOCK // size), cache_home() / "mapped"
     with files.writing(place, "make room there, or set FEDVLM_CACHE to another folder"):
-        place.mkdir(parents=True, exist_ok=True)
+        files.cache_folder(place)
         with tempfile.TemporaryFile(dir=place) as file:
             for first in range(0, count, step):
                 file.write(block(first, min(first + step, count)).contiguous().numpy().data)

@@ -149,7 +149,8 @@ class View:
         with path.open("rb", buffering=0) as file:
             keys = b"".join(_read_at(file, i * size, KEY) for i in range(count))
         if count >= KEYS_APART:
-            with suppress(OSError), files.replaced(apart) as out:  # a full or read-only disk, or pruned at this moment
+            private = not files.shared_cache()
+            with suppress(OSError), files.replaced(apart, private) as out:  # a full disk, or pruned at this moment
                 out.write(keys + zlib.crc32(keys).to_bytes(CHECK, "little"))
         return keys
 
@@ -208,9 +209,9 @@ class View:
 
     def _write(self, table: np.ndarray) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            files.cache_folder(self.folder)
             self.written = self._new_segment(time.time_ns())
-            with files.replaced(self.written) as out:
+            with files.replaced(self.written, not files.shared_cache()) as out:
                 out.write(table.view(np.uint8).data)
         except (FileNotFoundError, FileExistsError):  # pruned at this moment; the rows are computed again when needed
             if self.folder.is_file():
@@ -243,7 +244,8 @@ class View:
             small = self._small()
             if len(small) < MANY:  # another process was faster
                 return
-            with files.replaced(self._new_segment(int(small[0].name.split("-")[0])), sync=True) as out:
+            joined = self._new_segment(int(small[0].name.split("-")[0]))
+            with files.replaced(joined, not files.shared_cache(), sync=True) as out:
                 for path in small:
                     keys = self._keys(path)
                     for i in range(len(keys) // KEY):

@@ -151,7 +151,6 @@ class Play:
         if privacy := planned.method.privacy:
             privacy = replace(privacy, secret=secret(self.folder.parent.parent, planned.identity))
             planned.method = replace(planned.method, privacy=privacy)
-            self.begin({name: hellos[name] for name in ready}, planned, privacy.plain())
         run = RunFolder.start(planned)
         self.keep(run, ready)
         engine.connected = self.links
@@ -201,20 +200,10 @@ class Play:
             pool = with_nouns(pool, self.backbone, config.template, adapter.candidates, None)
         return pool
 
-    def begin(
-        self, hellos: dict[str, Hello], planned: PlannedRun, privacy: dict[str, float | str] | None = None
-    ) -> dict[str, SiteReady]:
+    def begin(self, hellos: dict[str, Hello], planned: PlannedRun) -> dict[str, SiteReady]:
         task, known = planned.pool.task, self.known()
-        agreed = Agreed(
-            0,
-            list(task.classes),
-            list(task.nouns),
-            task.dim,
-            task.scale,
-            len(hellos),
-            planned.identity,
-            privacy,
-        )
+        agreed = Agreed(0, list(task.classes), list(task.nouns))
+        self.links.agreement = self.plan.agreement(agreed)
         frames = {n: packed_record(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}
         found = self.ask(BEGIN, frames, SiteReady, ENCODING)
         for name, ready in list(found.items()):

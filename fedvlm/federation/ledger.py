@@ -31,6 +31,8 @@ SENT, RECEIVED = "ledger.jsonl", "received.jsonl"
 NOTHING = "0" * 64  # the hash before the first line
 BLOCK = 1 << 16  # bytes read at a time from the end
 LOCK_SECONDS = 60
+MOST_REPEATS = 20  # of one request: a server or a network that fails repeats some
+ATTEMPTS = ("look", "begin", "finish", "secure.keys", "secure.shares", "secure.masked", "secure.unmask")  # may differ
 REPAIR = "repair"  # the step of a line that says that a cut line was removed
 HEAD = struct.Struct("<Q")  # of a safetensors file: the bytes of its JSON header
 
@@ -73,6 +75,7 @@ class Sent:
     tensors: list[Tensor] = field(default_factory=list)
     bytes: int = 0
     sha256: str = ""  # of the bytes
+    request: str = ""  # SHA-256 of what was asked: plan and agreement, step, round, exchange and message
     clipped: bool | float = False  # True, or the norm to which the update was clipped
     noised: bool | float = False  # True, or the noise's standard deviation
     masked: bool = False  # by secure aggregation
@@ -236,6 +239,29 @@ def compare(ledger: Path, received: Path, site: str) -> list[str]:
             found.append(f"line {told.count} of the site's ledger is not the one that the server was told of")
             break
     return found
+
+
+def audit(path: Path) -> list[str]:
+    """What a server asked of a site that an honest one does not ask, in sentences, from the site's ledger alone."""
+    refused, places, again = (
+        Counter[tuple[str, ...]](),
+        dict[tuple[object, ...], set[str]](),
+        Counter[tuple[object, ...]](),
+    )
+    for entry in entries(path):
+        place = entry.run, entry.step, entry.round, entry.exchange
+        if entry.refused:
+            refused[entry.run, entry.step, entry.refused] += 1
+        elif entry.step != REPAIR:
+            again[place] += 1
+            if entry.step not in ATTEMPTS:
+                places.setdefault(place, set()).add(entry.request)
+    found = [f"{run}: {step} was refused {n} times: {why}" for (run, step, why), n in refused.items()]
+    found += [
+        f"{p[0]}: {p[1]} of round {p[2]} was answered for {len(r)} requests" for p, r in places.items() if len(r) > 1
+    ]
+    usual = {p: n for p, n in again.items() if n > MOST_REPEATS}
+    return found + [f"{p[0]}: {p[1]} of round {p[2]} was asked for {n} times" for p, n in usual.items()]
 
 
 def _said(entry: Entry) -> tuple[object, ...]:

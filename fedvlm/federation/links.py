@@ -26,6 +26,7 @@ class Links:
         """`sites`: by name, NVFlare's proxies of those in the job. `set_context`: called in each new thread."""
         self.run, self.sites, self.set_context = run, sites, set_context
         self.tickets = 0
+        self.agreement = ""  # what all sites were told in look and begin
         self.silent: set[str] = set()
         self.busy: dict[str, Future[bytes | Silence]] = {}
         self.progress: dict[str, str] = {}  # of sites that are encoding

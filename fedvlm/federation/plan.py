@@ -21,7 +21,7 @@ from fedvlm.config.config import Setup
 from fedvlm.core.records import MethodRecord, PartRecord, RunRecord, Settings, build, parsed
 from fedvlm.core.records import Value as Value  # Settings are made of it, which `build` looks up here
 from fedvlm.core.state import Params
-from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.errors import BadMessage, Refused
 from fedvlm.federation.wire import octets
 from fedvlm.parts import registry
 
@@ -79,6 +79,12 @@ class Plan:
         refuse_own(known)
         return Setup.from_record(self, Path())  # type: ignore[arg-type]  # has the same entries
 
+    def agreement(self, agreed: Agreed | None = None) -> str:
+        """A hash of what all parties of the run must have been told the same of."""
+        told = [self.federation, self.name, self.sites, self.version, self.code, self.setup().binding()]
+        told += [agreed.classes, agreed.nouns] if agreed else []
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Hello:
@@ -98,11 +104,6 @@ class Agreed:
     id: int
     classes: list[str]
     nouns: list[str]
-    dim: int
-    scale: float
-    sites: int  # that take part
-    identity: str  # of the run
-    privacy: dict[str, float | str] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def refuse_own(chosen: dict[str, PartRecord]) -> None:
     for home, part in chosen.items():
         kind = home.partition("-")[0]
         if kind != "engine" and (part.code or part.name not in registry.names(kind)):
-            raise FedvlmError(
+            raise Refused(
                 f"{kind}={part.name}: runs across machines carry no code; install your part as a package on the server "
                 "and at every site (docs/add-a-method.md, entry points)"
             )

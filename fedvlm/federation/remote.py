@@ -47,6 +47,7 @@ class Remote(Engine):
         self.names, self.guard, self.run_name = job.federation.names, job.guard, job.run
         self.timeout, self.grace, self.quorum = config.timeout, config.grace, config.quorum
         self.tickets = 0
+        self.agreement = job.run  # what all clients must have been told the same of
         self.received = ledger.Ledger(job.folder / ledger.RECEIVED, sync=False)
 
     @abstractmethod
@@ -86,9 +87,8 @@ class Remote(Engine):
                 elif found is not None:
                     self.guard.offence(i, round, f"sent no answer to {header.step}")
 
-        parameters = server.draw(
-            [int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit, message_fingerprint(message)
-        )
+        told = message_fingerprint(message, self.agreement, SECURE, round, exchange)
+        parameters = server.draw([int(i) for i in ids], wanted.threshold, wanted.plan.clients, wanted.limit, told)
         total = server.aggregate(
             parameters,
             wanted.plan.length,

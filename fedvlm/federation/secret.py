@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedvlm.system import files
 
-FILE = "secret"  # in the home of a server or a site
+FILE = "secret"  # in the home of a server or a site, and in a site's folder of a run
 
 
 def secret(home: Path, purpose: str) -> bytes:

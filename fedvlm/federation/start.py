@@ -67,9 +67,16 @@ def serve_federation(kit: str, home: str = "", backbone: str = "") -> None:
     Party(folder, about, given).run(console.line)
 
 
-def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "") -> None:
-    """Runs a site until it is stopped. That the data can be read and the backbone loaded is checked before."""
+def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "", check: bool = False) -> None:
+    """Runs a site until it is stopped. That the data can be read and the backbone loaded is checked before. `check`: only
+    says what could leave."""
     folder, about = open_kit(kit, "site")
+    if check:
+        from fedvlm.federation.rules import Rules, sentences
+
+        for sentence in sentences(Rules.read(str(Path(rules).expanduser().resolve()) if rules else "")):
+            console.line(sentence)
+        return
     place = home_of(about, home)
     content = checked_site(about, data, backbone, rules)
     with alone(folder):  # a site that runs keeps its own

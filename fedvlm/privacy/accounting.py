@@ -37,20 +37,35 @@ def library(module: str) -> Any:
         ) from None
 
 
-@lru_cache(maxsize=4096)
+class Release(NamedTuple):
+    """Sums with noise of `noise` sensitivities, each over a Poisson sample with this rate."""
+
+    noise: float
+    rate: float
+    times: int
+
+
 def poisson_epsilon(noise: float, rate: float, count: int, delta: float) -> float:
-    """ε of `count` sums with noise of `noise` sensitivities, each over a Poisson sample with this rate; one more or
-    less."""
-    if count == 0 or rate == 0:
+    """ε of such sums; one more or less."""
+    return composed_epsilon((Release(noise, rate, count),), delta)
+
+
+@lru_cache(maxsize=4096)
+def composed_epsilon(releases: tuple[Release, ...], delta: float) -> float:
+    """ε of all of these together; one more or less."""
+    counted = [r for r in releases if r.times and r.rate]
+    if not counted:
         return 0.0
-    composed = _loss_distribution(noise, rate).self_compose(count)
-    return float(composed.get_epsilon_for_delta(delta))
+    step = STEP / max(1.0, *(r.noise for r in counted))  # losses shrink with the noise
+    first, *others = (_loss_distribution(r.noise, r.rate, step).self_compose(r.times) for r in counted)
+    for other in others:
+        first = first.compose(other)
+    return float(first.get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=128)
-def _loss_distribution(noise: float, rate: float) -> Any:
+def _loss_distribution(noise: float, rate: float, step: float) -> Any:
     loss = library("dp_accounting.pld.privacy_loss_distribution")
-    step = STEP / max(1.0, noise)  # losses shrink with the noise
     return loss.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=step)
 
 
@@ -97,6 +112,13 @@ class Account:
     noisy_uploads: int = 0  # noise_at=client: uploads of a round, at least; 0: the server adds the noise
     asked: np.ndarray | None = None  # [rounds + 1, clients]: in how many of the first rounds a client is asked
     clients: tuple[ClientAccount, ...] = ()  # at the level of examples
+
+    @property
+    def upload(self) -> Release:
+        """What an upload of a round releases of its only client (example), or of a client (replaced by another)."""
+        if self.level == "client":
+            return Release(self.noise / 2, 1.0, 1)
+        return Release(self.noise, self.clients[0].rate, self.clients[0].steps)
 
     def spent(self, rounds: int) -> Spent:
         """What is spent after so many rounds."""

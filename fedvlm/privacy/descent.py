@@ -80,9 +80,11 @@ class PrivateDescent:
             batch = Batch(data.take(at), data.y[at], weight, step, (data.seed, data.round))
             _, each = gradients({k: v.expand(len(at), *v.shape[1:]) for k, v in params.items()}, batch)
             lengths = torch.stack([torch.linalg.vector_norm(g.flatten(1).double(), dim=1) for g in each]).norm(dim=0)
-            factor = (self.clip / lengths).clamp(max=1.0)
+            factor = (
+                (self.clip / lengths).clamp(max=1.0).where(lengths.isfinite(), 0)
+            )  # else one could be told from all
             for value, gradient in zip(total, each, strict=True):
-                value += torch.tensordot(factor, gradient.double(), dims=1)
+                value += torch.tensordot(factor, gradient.double().nan_to_num(0, 0, 0), dims=1)
         return total
 
     def blocks(self, params: Params, rows: np.ndarray) -> Iterator[np.ndarray]:

@@ -103,10 +103,15 @@ class Privacy:
     def protected(self, answer: Answer, message: Message, data: Data) -> Answer:
         """A client's reply as it may leave. The loss stays, and at the level of clients the number of examples, too."""
         values = answer.values | {"loss": torch.zeros_like(answer.values["loss"])}
+        answer = answer._replace(
+            own={k: v.nan_to_num(0, 0, 0) for k, v in answer.own.items()}
+        )  # no failure depends on them
         if self.level == "example":
             return answer._replace(values=values)
         limit = self.clipping_norm(message.extra)
         update = {k: v.double() - message.shared[k].double() for k, v in answer.shared.items()}
+        finite = norms(update).isfinite()  # an update that is not counts as zero
+        update = {k: v.where(finite.view(-1, *[1] * (v.dim() - 1)), 0) for k, v in update.items()}
         lengths = norms(update)
         update = scaled(update, clipping_factors(lengths, limit))
         if self.noise_at == "client":

@@ -83,6 +83,19 @@ def private_folder(path: Path) -> None:
     path.chmod(0o700)
 
 
+def shared_cache() -> bool:
+    """Whether the user lets others of this machine read the cache, which holds features and decoded images."""
+    return os.environ.get("FEDVLM_CACHE_SHARED", "") == "1"
+
+
+def cache_folder(path: Path) -> None:
+    """A folder of the cache, which nobody else may enter unless it is shared."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not shared_cache():
+        with contextlib.suppress(OSError):  # another user's, which may be used as it is
+            path.chmod(0o700)
+
+
 def sync(path: Path) -> None:
     """Waits until what was written there is on the disk."""
     with path.open("r+b") as file:  # Windows asks for the right to write

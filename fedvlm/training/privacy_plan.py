@@ -84,6 +84,11 @@ def check_keys(config: Config) -> None:
         raise FedvlmError(
             f"dp={config.dp}: give either epsilon=, a target, or noise_multiplier=, such as 1 for noise of clip_norm="
         )
+    if config.dp == "example" and config.centre == "own":
+        raise FedvlmError(
+            "dp=example centre=own: the mean that a client takes off moves with every image, also of validation, which no "
+            "clipping bounds; use centre=none"
+        )
     if config.clip_quantile and (config.dp == "example" or config.noise_at == "client"):
         raise FedvlmError("clip_quantile= is for dp=client with noise_at=server; give a fixed clip_norm= instead")
     if config.clip_quantile and config.secure:
@@ -190,6 +195,8 @@ def example_refusal(method: Method, federation: Federation) -> str:
 def mixes_examples(method: Method, federation: Federation) -> bool:
     """Whether the gradient of a batch is not the mean over its examples, tried on the largest client near the start: at the
     start itself terms that compare with the model that was sent are 0."""
+    if not len(federation.data.x):  # a federation's server: each site tries it on its own
+        return False
     counts = federation.data.counts("train")
     low = int(federation.data.bounds[int(counts.argmax()), 0])
     rows = torch.arange(low, low + min(PAIR, int(counts.max())))

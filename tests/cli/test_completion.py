@@ -183,3 +183,12 @@ def test_bash_completes_where_the_cursor_is(tmp_path, capsys):
     call = LINES.format(python=sys.executable, script=tmp_path / "script", line=line, point=9, words="fedvlm ru")
     done = subprocess.run([BASH, "--norc", "-c", call], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[1:-1] == ["run"]
+
+
+def test_a_folder_with_a_name_that_a_shell_would_run_is_not_offered(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVLM_RUNS", str(tmp_path))
+    for name in ("good-run", "a;touch PWNED", "$(touch PWNED)", "two words", "`x`"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    found = complete("fedvlm report ")
+    assert str(tmp_path / "good-run") in found and not [n for n in found if "PWNED" in n or " " in n or "`" in n]

@@ -676,3 +676,13 @@ def test_the_time_left_does_not_count_what_came_before_the_first_image(monkeypat
         now[0] = 25.0
         update(501)
     assert capsys.readouterr().out.splitlines() == ["encoding 1/3000", "encoding 501/3000 25 s left"]
+
+
+def test_a_tar_with_a_head_of_many_megabytes_is_refused_before_it_is_read(tmp_path):
+    """A header of pax is read into memory whole."""
+    with tarfile.open(tmp_path / "big.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("a.cls")
+        member.pax_headers = {"comment": "x" * (3 << 20)}
+        archive.addfile(member, io.BytesIO(b""))
+    with pytest.raises(FedvlmError, match="cannot be read"):
+        open_source(str(tmp_path / "big.tar"))

@@ -71,6 +71,19 @@ def test_nothing_is_computed_twice(source):
     assert torch.equal(first, second) and keys == keys_again
 
 
+@pytest.mark.skipif(os.name != "posix", reason="modes of files")
+@pytest.mark.parametrize("shared", ["", "1"])
+def test_nobody_else_reads_features_unless_the_cache_is_shared(source, cache, monkeypatch, shared):
+    monkeypatch.setenv("FEDVLM_CACHE_SHARED", shared)
+    before = os.umask(0o022)
+    try:
+        features(source, Colours())
+    finally:
+        os.umask(before)
+    modes = {p.stat().st_mode & 0o077 for path in segments(cache) for p in (path, path.parent)}
+    assert modes == ({0o44, 0o55} if shared else {0})
+
+
 def test_only_new_images_are_computed(source, tmp_path):
     features(source, Colours())
     more = Colours()

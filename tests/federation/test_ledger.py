@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from fedvlm.federation.ledger import (
     LedgerHead,
     Sent,
     Tensor,
+    audit,
     compare,
     content,
     entries,
@@ -294,3 +295,48 @@ def test_where_there_is_none(tmp_path, capsys, monkeypatch):
     Ledger(tmp_path / "north" / SENT).append(sent())
     assert main(["ledger"]) == 0
     assert main(["ledger", "--compare", str(tmp_path / "nosuch")]) == 1 and "cannot be read" in capsys.readouterr().err
+
+
+# What a server asked
+
+
+@pytest.fixture
+def told(tmp_path):
+    """A ledger with these lines."""
+
+    def write(*lines: Sent) -> Path:
+        made = Ledger(tmp_path / SENT)
+        for line in lines:
+            made.append(line)
+        return made.path
+
+    return write
+
+
+HONEST = [Sent("run", "noto", "look", request="a"), Sent("run", "noto", "begin", request="b")]
+HONEST += [Sent("run", "noto", "train", round, request=f"t{round}") for round in (1, 2)]
+HONEST += [HONEST[-1], Sent("run", "noto", "score", 2, request="s2"), Sent("run", "noto", "finish", 2, request="f")]
+SECURE_AGAIN = [Sent("run", "noto", "secure.keys", 3, request=r) for r in ("x", "y")]  # an attempt that was not opened
+
+
+def test_an_honest_server_leaves_nothing_to_say(told, capsys):
+    path = told(*HONEST, *SECURE_AGAIN)
+    assert audit(path) == []
+    assert main(["ledger", str(path), "--audit"]) == 0 and "every request was one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            [replace(HONEST[3], refused="was asked for round 3 of a plan with 2")] * 2,
+            "train was refused 2 times: was asked",
+        ),
+        ([replace(HONEST[3], request="another")], "train of round 2 was answered for 2 requests"),
+        ([HONEST[3]] * 30, "train of round 2 was asked for 32 times"),
+    ],
+)
+def test_an_audit_says_what_no_honest_server_asks(told, capsys, lines, said):
+    path = told(*HONEST, *lines)
+    assert [said in sentence for sentence in audit(path)] == [True]
+    assert main(["ledger", str(path), "--audit"]) == 1 and said in capsys.readouterr().err

@@ -177,7 +177,7 @@ def test_frames_are_limited_by_what_is_expected(federation):
 @pytest.fixture
 def first_client(images, tmp_path):
     """The folder of a client, and what it is sent first."""
-    setup = small_setup(images, rounds=2)
+    setup = small_setup(images, rounds=3)
     planned = PlannedRun(setup, Pools().load(setup))
     method, federation = planned.method, planned.federation
     guard = Guard(method, federation.names, np.diff(federation.data.bounds, axis=1), {})
@@ -201,7 +201,7 @@ def test_an_answer_that_is_an_error_is_in_the_ledger(first_client, monkeypatch):
     frames.append(answer("train", 3))
     lines = list(ledger.entries(folder / ledger.SENT))
     assert [(e.step, e.round) for e in lines] == [("upload-everything", 1), ("score", 2), ("train", 3)]
-    assert "unknown step" in lines[0].refused and lines[1].refused == ""
+    assert "where the plan has none" in lines[0].refused and lines[1].refused == ""
     assert lines[2].refused == "ValueError: the disk is on fire"
     assert [e.sha256 for e in lines] == [hashlib.sha256(frame).hexdigest() for frame in frames]
 

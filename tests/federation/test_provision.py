@@ -335,6 +335,16 @@ def test_a_kit_is_unpacked_once(kits):
         open_kit(str(kits / "north.zip"), "site")
 
 
+def test_what_could_leave_is_said_and_nothing_is_started(kits, monkeypatch, capsys):
+    monkeypatch.chdir(kits)
+    monkeypatch.setattr(start.Party, "run", None)
+    (kits / "site.yaml").write_text("epsilon: 8\nreveals: [pixels]\nmethods: [fedavg, feddtl]\n", encoding="utf-8")
+    assert main(["join", "north.zip", "data=emoji", "rules=site.yaml", "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "1 methods are allowed: fedavg." in said and "Not feddtl: this site's rules allow no method whose" in said
+    assert "epsilon=8 of an example; no scores leave" in said and "pixels" in said
+
+
 def test_a_sites_home(kits, monkeypatch, capsys, images):
     monkeypatch.chdir(kits)
     begun = []

@@ -12,28 +12,20 @@ from fedvlm.config.config import Config
 from fedvlm.core.data import Data
 from fedvlm.core.schema import SIZE, Field, Schema
 from fedvlm.core.state import Message
-from fedvlm.errors import FedvlmError
+from fedvlm.errors import Refused
 from fedvlm.federation.rules import Rules
 from fedvlm.federation.wire import Header
 from fedvlm.federation.worker import SiteClient, without_sizes
 from fedvlm.privacy.mechanism import Privacy
 
 
-def test_a_site_that_limits_epsilon_takes_part_where_a_target_is_given():
-    rules = Rules(epsilon=1.0)
-    rules.check_run("fedavg", "mean", Config(dp="client", epsilon=0.5), "")
-    for refused in ({}, {"dp": "client", "epsilon": 2.0}, {"dp": "client", "noise_multiplier": 1.0}):
-        with pytest.raises(FedvlmError, match=r"ask for differential privacy|allow epsilon=1 at the most"):
+def test_a_site_that_limits_epsilon_takes_part_where_it_adds_the_noise_and_a_target_is_given():
+    rules, mine = Rules(epsilon=1.0), {"dp": "client", "noise_at": "client"}
+    rules.check_run("fedavg", "mean", Config(**mine, epsilon=0.5), "")
+    rules.check_run("fedavg", "mean", Config(dp="example", epsilon=0.5), "")
+    for refused in ({}, {**mine, "epsilon": 2.0}, {"dp": "client", "epsilon": 0.5}, {**mine, "noise_multiplier": 1.0}):
+        with pytest.raises(Refused, match=r"ask for differential privacy|allow epsilon=1 a run at the most"):
             rules.check_run("fedavg", "mean", Config(**refused), "")
-
-
-@pytest.mark.parametrize("step", ["train", "secure.keys", "secure.masked"])
-def test_a_site_that_limits_epsilon_trains_with_privacy_only(step):
-    Rules(epsilon=1.0).check_privacy(step, private=True)
-    Rules().check_privacy(step, private=False)
-    Rules(epsilon=1.0).check_privacy("score", private=False)
-    with pytest.raises(FedvlmError, match="the server has not said how"):
-        Rules(epsilon=1.0).check_privacy(step, private=False)
 
 
 def test_no_value_tells_counts_that_are_withheld():

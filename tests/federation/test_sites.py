@@ -32,6 +32,7 @@ from fedvlm.training.train import train
 
 CLASSES = ("bird", "clock", "fruit", "hand", "train")
 STYLES = ("noto", "openmoji", "twemoji")
+FEW = "smallest_examples: 1\n"  # six of a class are trained on
 
 
 class InProcess:
@@ -87,9 +88,8 @@ class Sites:
             home.mkdir(parents=True)
             shutil.copytree(images / style, place / "data" / style)
             about = {"site": style, "federation": "test", "data": str(place / "data" / style), "backbone": "mini-clip"}
-            if rules and style in rules:
-                (home / "site.yaml").write_text(rules[style])
-                about["rules"] = str(home / "site.yaml")
+            (home / "site.yaml").write_text((rules or {}).get(style, "") + FEW)
+            about["rules"] = str(home / "site.yaml")
             (home / "site.json").write_text(json.dumps(about))
             self.start(style)
 
@@ -273,21 +273,23 @@ def test_secure_sums_and_privacy_go_across_sites(federation, keys):
         assert [e.clipped for e in sent if e.step == "train"] == [1.0, 1.0]
 
 
-def begun(sites: Sites, style: str, plan: Plan, identity: str = "run") -> tuple[agent.Agent, SiteReady]:
+def begun(sites: Sites, style: str, plan: Plan) -> tuple[agent.Agent, SiteReady]:
     one = agent.Agent(sites.place / style, plan.name)
     assert not unpack(answer(one, pack(Header("look"), packed_record(plan))))[0].error
-    agreed = Agreed(STYLES.index(style), list(CLASSES), [], 64, 1.0, 3, identity)
+    agreed = Agreed(STYLES.index(style), list(CLASSES), [])
     header, parts = unpack(answer(one, pack(Header("begin"), packed_record(agreed))))
     assert not header.error
     return one, unpacked_record(SiteReady, parts)
 
 
-def test_noise_has_another_secret_in_every_run(federation):
+def test_noise_has_another_secret_in_every_run_and_for_other_data(federation):
     """With the same, the difference of two runs would have no noise."""
     sites = federation()
     plan = sites.plan("fedavg")
-    found = [begun(sites, "noto", plan, identity)[0].client.about.secret for identity in ("one", "two", "one")]
+    found = [begun(sites, "noto", p)[0].client.about.secret for p in (plan, replace(plan, name="another"), plan)]
     assert found[0] != found[1] and found[0] == found[2]
+    next((sites.place / "data" / "noto" / "bird").iterdir()).unlink()
+    assert begun(sites, "noto", plan)[0].client.about.secret != found[0]
 
 
 def test_a_mark_cannot_be_recognised_by_who_has_the_same_images(federation):
@@ -435,21 +437,6 @@ def test_progress_does_not_tell_counts_that_are_withheld(federation):
     told.folder.mkdir(parents=True)
     told.progress(3, 60)
     assert (told.folder / "progress").read_text() == "5 100"
-
-
-def test_a_site_that_asks_for_privacy_does_not_train_without_it(federation, monkeypatch):
-    """A server that leaves the noise out of what it tells the site."""
-    pytest.importorskip("dp_accounting")
-    sites = federation(rules={"twemoji": "epsilon: 50\n"})
-    plan = sites.plan("fedavg", unseen=[], dp="client", epsilon=20.0)
-    one = agent.Agent(sites.place / "twemoji", plan.name)
-    hello = unpack(answer(one, pack(Header("look", 0, 0, 1), packed_record(plan))))[0]
-    assert not hello.error
-    agreed = Agreed(2, list(CLASSES), [], 64, 1.0, 3, "run")
-    begun = unpack(answer(one, pack(Header("begin", 0, 0, 2), packed_record(agreed))))[0]
-    assert not begun.error
-    refused = unpack(answer(one, pack(Header("train", 1, 1, 3), {})))[0]
-    assert "differential privacy" in refused.error
 
 
 def test_a_site_that_is_not_there_may_come_and_one_that_is_refused_may_not(federation):

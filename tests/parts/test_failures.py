@@ -6,14 +6,13 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fedvlm.cli import main
-from fedvlm.errors import FedvlmError
-from fedvlm.federation.worker import SiteClient
+from fedvlm.errors import FedvlmError, Refused
+from fedvlm.federation.worker import told
 from fedvlm.parts.failures import OwnPartFailed
 
 ADAPTER = '''"""An adapter."""
@@ -202,10 +201,8 @@ def test_an_import_names_the_file_that_is_edited(failed, text, line):
     assert f"({Path('mine/adapter.py')}:{line})" in failed("adapter", text)
 
 
-def test_a_site_that_withholds_its_counts_tells_no_shapes(capsys):
-    client = SimpleNamespace(about=SimpleNamespace(withheld=True))
-    for error in (OwnPartFailed("x is (1, 32, 8)"), ValueError("32 rows")):
-        assert "32" not in SiteClient.told(client, error) and "32" in capsys.readouterr().err
-    assert SiteClient.told(client, FedvlmError("no secure sum")) == "FedvlmError: no secure sum"
-    client.about.withheld = False
-    assert SiteClient.told(client, ValueError("32 rows")) == "ValueError: 32 rows"
+def test_a_site_tells_of_an_error_only_what_does_not_depend_on_its_data(capsys):
+    for error in (OwnPartFailed("x is (1, 32, 8)"), ValueError("32 rows"), FedvlmError("32 rows"), Refused("/32")):
+        assert told(error, "train") == "failed (the site's log says more)" and "32" in capsys.readouterr().err
+    assert told(Refused("no secure sum"), "train") == "no secure sum"
+    assert told(ValueError("32 rows"), "train", rehearsal=True) == "ValueError: 32 rows"

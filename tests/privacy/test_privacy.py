@@ -82,7 +82,7 @@ def coarse(monkeypatch):
     """Accounting in larger steps, for tests that ask for it every round."""
 
     def forget():
-        accounting.poisson_epsilon.cache_clear()
+        accounting.composed_epsilon.cache_clear()
         accounting._loss_distribution.cache_clear()
 
     forget()
@@ -318,6 +318,18 @@ def test_gradients_of_examples_equal_a_loop(double, adapter, local):
             torch.testing.assert_close(a, b.double(), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("level", ["client", "example"])
+def test_numbers_that_are_not_finite_count_as_zero_and_fail_nothing(level):
+    """A server may send a model with which one image overflows: that it failed would tell whether the image is there."""
+    sizes = [(30, 0, 0), (30, 0, 0)]
+    method, data = wide_method(Privacy(level, 1.0, 1.0, 2.0, secret=b"n", noise_at="client"), sizes)
+    message = method.init(2).message()
+    large = {k: 1e37 * (-1.0) ** torch.arange(v.numel()).view(v.shape) for k, v in message.shared.items()}
+    message = replace(message, shared=large)
+    found = Cohort(Stacked(method, data, 1), np.arange(2), 1).ask("train", message)
+    assert found.ids.tolist() == [0, 1] and all(v.isfinite().all() for v in found.shared.values())
+
+
 def test_training_with_tiny_noise_and_everything_in_the_batch_is_plain_training(double):
     rules = {"batch": 100, "epochs": 3}
     privacy = Privacy("example", 1e-12, 1e6, 5.0, secret=b"e")
@@ -462,6 +474,7 @@ def test_secure_sums_get_the_same_noise(images, tmp_path):
         ({"dp": "client", "noise_multiplier": 1.0, "noise_at": "client", "sampling": "poisson"}, "use sampling=fixed"),
         ({"dp": "client", "noise_multiplier": 1.0, "clients": 1}, "dp=client hides a client among others"),
         ({"dp": "example", "noise_multiplier": 1.0, "clients": 90}, "delta= has no default"),
+        ({"dp": "example", "noise_multiplier": 1.0, "centre": "own"}, "use centre=none"),
         ({"dp": "client", "noise_multiplier": 1.0, "gaps": True}, "give gaps=false"),
         ({"dp": "client", "noise_multiplier": 1.0, "clip_quantile": 0.5, "secure": True}, "give a fixed clip_norm="),
     ],

@@ -792,6 +792,7 @@ def test_clients_in_folders_give_the_sums_of_the_serial_engine_and_no_single_upd
     assert not any(t.name.startswith("shared/") for e in lines for t in e.tensors)
     client = worker.SiteClient(tmp_path / "loopback" / "clients" / "noto")
     message = runs["loopback"].load()[0].message()
+    payload = {wire.SECURE: {"payload": wire.octets(draw(range(3), 3, 3, 1.0).pack())}}
     for step, round, reason in (("train", 3, "own update"), ("secure.keys", 2, "sum of round 2 before")):
-        frame = wire.pack(wire.Header(step, round), message.parts() | {wire.SECURE: {"payload": wire.octets(b"x")}})
+        frame = wire.pack(wire.Header(step, round), message.parts() | payload)
         assert reason in wire.unpack(client.answer(*wire.unpack(frame)))[0].error

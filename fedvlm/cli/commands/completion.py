@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from fedvlm.config import catalogue, recipe
 from fedvlm.config.keys import Key
@@ -27,6 +28,7 @@ complete -o default -o nospace -F _fedvlm fedvlm
 """
 FISH = """complete -c fedvlm -f -a '(fedvlm complete (commandline -cp) 2>/dev/null)'
 """
+PLAIN = re.compile(r"[\w./+@:,=~-]+")  # names that no shell takes for more than a name
 TAKES_METHOD = ("run", "show", "bench")
 TAKES_RUNS = ("compare", "report", "resume", "predict", "export", "evaluate")
 
@@ -66,7 +68,8 @@ def candidates(before: list[str], current: str) -> list[str]:
 
 def run_folders() -> list[str]:
     try:
-        return [str(p.parent) for p in runs_home().glob("*/run.json")]
+        found = [str(p.parent) for p in runs_home().glob("*/run.json")]
+        return [name for name in found if PLAIN.fullmatch(name)]
     except OSError:
         return []
 

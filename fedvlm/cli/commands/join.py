@@ -22,4 +22,4 @@ def main(args: argparse.Namespace) -> None:
     given = {k: str(v) for k, v in values(KEYS, args.pairs).items()}
     if not given["data"]:
         raise FedvlmError("say where this site's images are: fedvlm join KIT data=FOLDER")
-    start.join(args.kit, **given)
+    start.join(args.kit, **given, check=args.check)

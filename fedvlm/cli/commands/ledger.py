@@ -1,4 +1,4 @@
-"""`fedvlm ledger [FILE|FOLDER …] [--verify] [--compare RUN] [--csv FILE]`"""
+"""`fedvlm ledger [FILE|FOLDER …] [--verify] [--audit] [--budget] [--compare RUN] [--csv FILE]`"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedvlm.cli.commands.output import write_rows
 from fedvlm.errors import FedvlmError
-from fedvlm.federation.ledger import RECEIVED, SENT, Entry, compare, entries, verify
+from fedvlm.federation.ledger import RECEIVED, SENT, Entry, audit, compare, entries, verify
 from fedvlm.system import console
 from fedvlm.system.machine import data_home
 
@@ -20,6 +20,10 @@ def main(args: argparse.Namespace) -> None:
     paths = find(args.ledgers)
     if args.verify:
         check(paths)
+    elif args.audit:
+        audited(paths)
+    elif args.budget:
+        budgets(paths)
     elif args.compare:
         against(paths, Path(args.compare))
     else:
@@ -49,6 +53,34 @@ def check(paths: list[Path]) -> None:
             console.line(f"{path}: every line is as it was written ({len(lines)} lines{last})")
     if faults:
         raise FedvlmError("\n".join(f"{p}, line {f.line}: {f.reason}" for p, f in faults))
+
+
+def audited(paths: list[Path]) -> None:
+    found = [f"{path}: {sentence}" for path in paths for sentence in audit(path)]
+    if found:
+        raise FedvlmError(
+            "\n".join(["asked of this site, and not by an honest server (or not by these rules):", *found])
+        )
+    console.line("every request was one that the plans have, and every place was answered once")
+
+
+def budgets(paths: list[Path]) -> None:
+    """What each data set's releases spent, by run, and what is left by the site's rules."""
+    from fedvlm.federation.agent import SITE, Home
+    from fedvlm.federation.budget import Budget, entries, spent
+    from fedvlm.federation.rules import Rules
+
+    homes = [Home.read(p.parent) for p in paths if (p.parent / SITE).exists()]
+    for data, rules in {home.data: Rules.read(home.rules) for home in homes}.items():
+        found = entries(Budget.path_of(data))
+        runs = dict.fromkeys((e.federation, e.run) for e in found)
+        delta = min((e.delta for e in found), default=rules.delta)
+        of_run = {r: [e.release for e in found if (e.federation, e.run) == r] for r in runs}
+        rows = [[*run, str(len(some)), f"{spent(some, delta):.3g}"] for run, some in of_run.items()]
+        total = spent([e.release for e in found], delta)
+        console.rows(["federation", "run", "releases", "epsilon"], rows)
+        left = f", {max(0.0, rules.epsilon - total):.3g} of {rules.epsilon:g} left" if rules.epsilon else ", no limit"
+        console.note(f"{data}: epsilon={total:.3g} spent at delta={delta:.3g}{left}")
 
 
 def against(paths: list[Path], run: Path) -> None:

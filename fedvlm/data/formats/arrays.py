@@ -247,5 +247,5 @@ def store_embeddings(
 def place(name: str, mark: str, suffix: str) -> Path:
     folder = cache_home() / "data" / mark
     with files.writing(folder, "set FEDVLM_CACHE to another folder"):
-        folder.mkdir(parents=True, exist_ok=True)
+        files.cache_folder(folder)
     return folder / f"{file_name(name)}{suffix}"

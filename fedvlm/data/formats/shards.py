@@ -23,6 +23,8 @@ from fedvlm.errors import FedvlmError
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_SHARDS = 100_000
+LONGEST_HEAD = 1 << 20  # bytes of what belongs to the head of a member:
+HEADS = (b"L", b"K", b"x", b"g", b"X")  # long names of GNU tar, and headers of pax
 LONGEST = 1 << 16  # bytes of what describes an example
 LABELS = (".cls", ".txt", ".json")
 
@@ -111,10 +113,19 @@ def facts(what: str, archive: tarfile.TarFile, member: tarfile.TarInfo) -> tuple
     return row, notes
 
 
+class Header(tarfile.TarInfo):
+    """A member's head; what belongs to it, such as a long name, is read into memory and so has a limit."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.size > LONGEST_HEAD and self.type in HEADS:
+            raise tarfile.ReadError(f"a head of {self.size:,} bytes")
+        return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+
 @contextmanager
 def opened(shard: Path) -> Iterator[tarfile.TarFile]:
     try:
-        archive = tarfile.open(shard, "r:")  # noqa: SIM115  (closed below; an error of the caller's is not one of opening)
+        archive = tarfile.open(shard, "r:", tarinfo=Header)  # noqa: SIM115  (closed below; an error of the caller's is not one of opening)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise FedvlmError(f"data={shard}: cannot be read as a .tar file without compression ({error})") from None
     with archive:

@@ -24,6 +24,7 @@ from fedvlm.core.state import Message, Params
 from fedvlm.engines.base import Job
 from fedvlm.errors import BadMessage, FedvlmError
 from fedvlm.federation.frames import connected_process, receive, send
+from fedvlm.federation.protocol import Course
 from fedvlm.federation.remote import Remote, Silence
 from fedvlm.federation.wire import OUTPUTS, OVERHEAD, Header, pack_message, unpack
 from fedvlm.federation.worker import ClientRecord, write_folder
@@ -145,7 +146,9 @@ def prepare_client(folder: Path, job: Job, i: int) -> None:
         first=low,
         backbone=setup.config.backbone,
         threads=setup.config.threads,
-        secure=setup.config.secure,
+        agreement=job.run,
+        course=Course.of(setup.config, job.method, i not in job.federation.unseen),
+        clients=len(job.federation.names),
         privacy=job.method.privacy.plain() if job.method.privacy else None,
     )
     write_folder(folder, about, setup, task, own, job.method.newcomer)

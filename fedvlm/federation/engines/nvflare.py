@@ -18,7 +18,7 @@ connected: Links | None = None  # set in the server's job process (federation/hu
 class Nvflare(Remote):
     def __init__(self, job: Job, links: Links):
         super().__init__(job)
-        self.links, self.tickets = links, links.tickets
+        self.links, self.tickets, self.agreement = links, links.tickets, links.agreement
         self.place = {name: i for i, name in enumerate(self.names)}
 
     @classmethod

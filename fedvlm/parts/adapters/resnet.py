@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.core.adapter import Task
-from fedvlm.core.ranges import Count
+from fedvlm.core.ranges import Count, default
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.adapters.network import Network, Norm, Normalisation, channels_last, pixels_to_float
@@ -32,7 +32,7 @@ SMALL_IMAGE = 96  # pixels; up to this width the first layers keep the resolutio
 class ResNet(Network):
     depth: Literal[10, 18, 34, 50] = 18  # layers: ResNet-10, -18, -34 or -50
     width: Count = 64  # channels of the first stage
-    start: str = ""  # a .safetensors file of pre-trained parameters; "": random
+    start: str = default("", "path")  # a .safetensors file of pre-trained parameters; "": random
     normalise: Literal["auto", "signed", "imagenet"] = "auto"  # pixels: to ±1, or by ImageNet's mean; auto: with start=
 
     view: ClassVar[str] = "pixels"

@@ -25,6 +25,7 @@ from fedvlm.parts.merge.mean import Mean
 class PromptPool(Mean):
     requires_parameters: ClassVar[tuple[str, ...]] = ("context",)
     partner: ClassVar[str] = "experts"
+    tells: ClassVar[tuple[str, ...]] = (POOL, KNOWN)
     effects: ClassVar[Mapping[str, str]] = {"prompts": "clients whose prompt the server has"}
 
     def init(self, model: Model, clients: int, seed: int) -> Start:

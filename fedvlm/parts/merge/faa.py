@@ -31,6 +31,7 @@ SMALLEST_CHANGE = 1e-8  # of a gap: smaller changes make the slope unreliable
 class Faa(Ga):
     every: Count = 1  # FAA each k-th round, GA in between
 
+    asks: ClassVar[tuple[str, ...]] = ("train", "validate", "validate")
     effects: ClassVar[Mapping[str, str]] = {
         **Ga.effects,
         "usable_slopes": "share of clients whose slope was positive and finite; 0: GA's weights were used",

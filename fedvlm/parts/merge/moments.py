@@ -61,6 +61,8 @@ class SumOfMoments(Merge):
     averaging: NotNegative = 0.0  # heads count by exp(accuracy/this many standard errors); 0: the best candidate alone
 
     partner: ClassVar[str] = "moments"
+    asks: ClassVar[tuple[str, ...]] = ("train", "adjust", "adjust")
+    tells: ClassVar[tuple[str, ...]] = (SECOND, CROSS, BY_SIZE, STRENGTHS, TEXTS, GAUSSIAN, AVERAGING)
     effects: ClassVar[Mapping[str, str]] = {
         "strength": "λ of the best candidate, in units of the mean eigenvalue of the summed moments",
         "text": "c of the best candidate, the length of the class names' embeddings that the head is shrunk towards",

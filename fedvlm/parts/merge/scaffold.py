@@ -17,6 +17,7 @@ from fedvlm.parts.merge.mean import Mean
 @dataclass(frozen=True)
 class Scaffold(Mean):
     partner: ClassVar[str] = "scaffold"
+    tells_by_parameter: ClassVar[bool] = True  # the control variates
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
         control = {k: state.server.get(CONTROL + k, torch.zeros_like(v)) for k, v in state.shared.items()}

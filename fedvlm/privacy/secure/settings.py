@@ -62,10 +62,11 @@ class Summed(NamedTuple):
     ids: np.ndarray  # of the clients in it
 
 
-def message_fingerprint(message: Message) -> bytes:
-    """A hash of what clients train on, for Parameters.model. A server that sends one client another model than all
-    others could otherwise make the sum tell of that client alone (Pasquini et al., 2022)."""
-    found = hashlib.sha256(message.stage.encode())
+def message_fingerprint(message: Message, *told: object) -> bytes:
+    """A hash of what clients train on and of what else they were told (the plan, the round, …), for Parameters.model. A
+    server that tells one client something else than all others could otherwise make the sum tell of that client alone
+    (Pasquini et al., 2022)."""
+    found = hashlib.sha256(repr((message.stage, *told)).encode())
     for part, params in message.parts().items():
         for name, value in sorted(params.items()):
             found.update(f"\0{part}/{name} {value.dtype} {tuple(value.shape)}\0".encode())

@@ -1,0 +1,130 @@
+"""What an honest server can ask a site next, as the site itself knows it from the plan.
+
+A run is a row of places: in each round the exchanges of the merge, in their order, then scores, then diagnostics. Each place
+has one request. The same request again gets the stored answer, so that a call that was lost, a process that was killed and a
+server that repeats a round change nothing; another request in its place, one of a place that was passed over, and one of a
+round that is over or not in the plan are refused. `Course` says which places there are, `Diary` which were taken.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedvlm.core.adapter import HasDiagnostics
+from fedvlm.core.state import Message
+from fedvlm.errors import Refused
+from fedvlm.federation.wire import SECURE, Header
+from fedvlm.system import files
+
+if TYPE_CHECKING:
+    from fedvlm.config.config import Config
+    from fedvlm.rounds.method import Method
+
+DIARY = "diary.json"
+SCORE, DIAGNOSE = 1 << 20, 1 + (1 << 20)  # places behind those of all exchanges
+
+
+@dataclass(frozen=True)
+class Course:
+    """The places of a run, for one site."""
+
+    rounds: int = 0
+    every: int = 1  # rounds between evaluations
+    once: bool = False  # the run ends with the first round that counts, which may be any
+    trains: bool = True  # false: this site is held out of training
+    secure: bool = False
+    asks: list[str] = field(default_factory=list)  # the step of each exchange of a round
+    tells: list[str] = field(default_factory=list)  # names that messages of these exchanges may have in `extra`
+    diagnoses: bool = False
+
+    @classmethod
+    def of(cls, config: Config, method: Method, trains: bool) -> Course:
+        merge = method.merge
+        told = [*merge.tells, *(method.initial if merge.tells_by_parameter else ())]
+        told += method.privacy.server_state() if method.privacy else ()
+        return cls(
+            rounds=config.rounds if method.trains else 0,
+            every=config.evaluate_every,
+            once=method.local.one_round,
+            trains=trains,
+            secure=config.secure,
+            asks=list(merge.asks),
+            tells=told,
+            diagnoses=isinstance(method.adapter, HasDiagnostics) and config.dp == "none" and not config.secure,
+        )
+
+    def place(self, header: Header, message: Message) -> int:
+        """The place of a request in its round, or an error that says why there is none."""
+        step, round, exchange = header.step, header.round, header.exchange
+        kind = "train" if step.startswith(SECURE) else step
+        if self.secure and step == "train":
+            raise Refused("was asked for its own update, and the run has secure=true")
+        if not 0 <= round <= self.rounds:
+            raise Refused(f"was asked for round {round} of a plan with {self.rounds}")
+        last = round == self.rounds or self.once
+        if kind in ("score", "diagnose"):
+            due = (last or round % self.every == 0) if kind == "score" else (last and self.diagnoses)
+            if exchange or not due:
+                raise Refused(f"was asked for {step} where the plan has none (round {round}, exchange {exchange})")
+            names: list[str] = []
+        else:
+            due = self.trains and round > 0 and self.asks[exchange : exchange + 1] == [kind]
+            if exchange < 0 or not due or (kind != step) > self.secure:
+                raise Refused(f"was asked for {step} where the plan has none (round {round}, exchange {exchange})")
+            names = self.tells
+        if odd := sorted(message.extra.keys() - set(names)):
+            raise Refused(f"was told {odd[0]} with {step}, which this method does not tell")
+        return SCORE if kind == "score" else DIAGNOSE if kind == "diagnose" else exchange
+
+
+class Diary:
+    """The requests of the current round and their answers, in private files of the client's folder."""
+
+    def __init__(self, folder: Path, sync: bool):
+        self.folder, self.sync = folder, sync  # sync: what was taken is on the disk before anything is computed
+
+    def admit(self, round: int, place: int, request: str, new: bool = True) -> bytes | None:
+        """Take a place for a request. The stored answer, where there is one; an error where the place is taken."""
+        now, taken, opened = self._read()
+        if round < now:
+            raise Refused(f"was asked for round {round}, and round {now} has begun")
+        if round > now:
+            for old in self.folder.glob("answer-*"):
+                old.unlink()
+            taken, opened = {}, []
+        if place in opened and new:
+            raise Refused(f"has helped to open a sum of round {round} before")
+        if taken.get(place, request) != request:
+            raise Refused(f"was asked for something else before, in the same place of round {round}")
+        if place not in taken:
+            if place < max(taken, default=place):
+                raise Refused(f"was asked for what comes earlier in round {round} than its last answer")
+            self._write(round, taken | {place: request}, opened)
+            return None
+        path = self._answer(place)
+        return path.read_bytes() if path.exists() else None
+
+    def keep(self, place: int, answer: bytes) -> None:
+        files.write(self._answer(place), answer, private=True)
+
+    def open(self, round: int, place: int) -> None:
+        """Notes that this client helps to open the secure sum of this place: there is no second one."""
+        now, taken, opened = self._read()
+        self._write(now, taken, [*opened, place])
+
+    def _answer(self, place: int) -> Path:
+        return self.folder / f"answer-{place}"
+
+    def _read(self) -> tuple[int, dict[int, str], list[int]]:
+        path = self.folder / DIARY
+        if not path.exists():
+            return -1, {}, []
+        found = json.loads(path.read_text(encoding="ascii"))
+        return found["round"], {int(k): v for k, v in found["taken"].items()}, found["opened"]
+
+    def _write(self, round: int, taken: dict[int, str], opened: list[int]) -> None:
+        content = json.dumps({"round": round, "taken": taken, "opened": opened})
+        files.write(self.folder / DIARY, content, private=True, sync=self.sync)
