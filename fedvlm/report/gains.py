@@ -17,17 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedvlm.report.columns import DEFINED
 from fedvlm.system.table import SeedScores, Table
 
 ENOUGH = 3  # seeds; with fewer nothing is called best
 LEVEL = 0.05  # probability that a difference is named where there is none
 FROZEN = "zero-shot"  # the method that is the frozen model
-GOALS = {  # measures by which methods are compared, in words; of a table, those of its protocol
-    "G": "new clients",
-    "P": "own clients",
-    "novel": "new classes",
-    "base": "classes trained on",
-}
+GOALS = (("novel", "base"), ("G", "P"))  # the measures by which methods are compared, of base-to-novel and else
 
 
 class Gain(NamedTuple):
@@ -108,13 +104,14 @@ def verdict(
 
 
 def compared_measures(rows: Mapping[str, SeedScores]) -> list[str]:
-    """The goals that any of these rows has."""
-    return [m for m in GOALS if any(scores.get(m) for scores in rows.values())]
+    """The goals that any of these rows has, of the first protocol that fits."""
+    known = {m for scores in rows.values() for m, by_seed in scores.items() if by_seed}
+    return next((found for goals in GOALS if (found := [m for m in goals if m in known])), [])
 
 
 def verdicts(table: Table) -> list[Verdict]:
     """The comparison of a table's rows by each goal; nothing where its rows may not be compared, or there is one."""
-    if not table.alike:
+    if table.unlike:
         return []
     found = [verdict(table.by_seed, m, table.by_client) for m in compared_measures(table.by_seed)]
     return [v for v in found if v and v.rival]
@@ -136,12 +133,10 @@ def against_frozen(table: Table, base: str = FROZEN) -> list[str]:
     lines = []
     for measure in compared_measures(table.by_seed):
         found = above_frozen(table.by_seed, measure, base)
-        above = [f"{name} ({g})" for name, (g, yes) in found.items() if yes]
-        rest = [f"{name} ({g})" for name, (g, yes) in found.items() if not yes]
-        parts = [f"above {base}: {', '.join(above)}"] * bool(above) + [f"not shown above it: {', '.join(rest)}"] * bool(
-            rest
-        )
-        lines += [f"{GOALS[measure]} ({measure}), {'; '.join(parts)}"] * bool(parts)
+        above = ", ".join(name for name, (_, yes) in found.items() if yes)
+        rest = ", ".join(f"{name} ({g})" for name, (g, yes) in found.items() if not yes)
+        parts = [f"above {base}: {above}"] * bool(above) + [f"not shown to be above {base}: {rest}"] * bool(rest)
+        lines += [f"{DEFINED[measure].word}: {'; '.join(parts)}"] * bool(parts)
     return lines
 
 

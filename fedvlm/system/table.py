@@ -30,11 +30,16 @@ class Table:
     bold: set[tuple[str, str]] = field(default_factory=set)  # (cell of the first column, column): the best
     level: set[tuple[str, str]] = field(default_factory=set)  # likewise: level with the highest
     by_client: dict[str, ClientScores] = field(default_factory=dict)  # by row
-    alike: bool = True  # whether its rows follow one protocol, and so may be compared
+    unlike: list[str] = field(default_factory=list)  # in what its rows differ, and so may not be compared
     dim: list[str] = field(default_factory=list)  # columns that the console prints in grey
+    titles: dict[str, str] = field(default_factory=dict)  # of columns whose heading is not their name
+    head: list[str] = field(default_factory=list)  # the answer, above the table
 
     def cells(self, column: str) -> list[str]:
         return [row.get(column, "") for row in self.rows]
+
+    def title(self, column: str) -> str:
+        return self.titles.get(column, column)
 
     def is_numeric(self, column: str) -> bool:
         return all(map(NUMERIC.match, self.cells(column)))
@@ -52,12 +57,13 @@ class Table:
     def __str__(self) -> str:
         right = {c for c in self.columns if self.is_numeric(c)}
         marked = [{c: self.marked(row, c) for c in self.columns} for row in self.rows]
-        lines = [dict(zip(self.columns, self.columns, strict=True)), *marked]
+        lines = [{c: self.title(c) for c in self.columns}, *marked]
         widths = {c: max(len(row[c]) for row in lines) for c in self.columns}
         padded = [
             [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in self.columns] for row in lines
         ]
-        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *self.notes])
+        head = [*self.head, ""] if self.head else []
+        return "\n".join([*head, *("  ".join(cells).rstrip() for cells in padded), *self.notes])
 
     def _repr_html_(self) -> str:
         """The table as HTML, for notebooks."""
@@ -68,12 +74,13 @@ class Table:
             shown = f"<b>{html.escape(text)}</b>" if bold else html.escape(text)
             return f'<{tag} style="text-align: {align}">{shown}</{tag}>'
 
-        head = "".join(cell("th", c, c) for c in self.columns)
+        head = "".join(cell("th", c, self.title(c)) for c in self.columns)
         body = ["".join(cell("td", c, row.get(c, ""), self.is_bold(row, c)) for c in self.columns) for row in self.rows]
         notes = [f"<p><small>{html.escape(note)}</small></p>" for note in self.notes]
+        answer = [f"<p>{html.escape(text)}</p>" for text in self.head]
         rows = [f"<tr>{line}</tr>" for line in body]
         return "\n".join(
-            ["<table>", f"<thead><tr>{head}</tr></thead>", "<tbody>", *rows, "</tbody>", "</table>", *notes]
+            [*answer, "<table>", f"<thead><tr>{head}</tr></thead>", "<tbody>", *rows, "</tbody>", "</table>", *notes]
         )
 
     def to_pandas(self) -> DataFrame:

@@ -18,7 +18,7 @@ from fedvlm.core.records import BackboneRecord, DataRecord, PrivacyRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import by_seed
 from fedvlm.report.gains import above_frozen, against_frozen, gain, outside, quantile, verdict
-from fedvlm.report.tables import WORST, grouped, privacy_lines, summarise
+from fedvlm.report.tables import grouped, privacy_lines, summarise
 from fedvlm.report.written import latex
 from fedvlm.system import console
 from fedvlm.system.table import Table
@@ -48,9 +48,10 @@ def test_the_shared_model_is_in_the_table_where_nobody_is_held_out(tmp_path: Pat
     """S by hand: mean over clients; G and C, which need held-out clients, are not columns of dashes."""
     run = with_shared(write(tmp_path, "fedot"), 0.3)
     table = summarise([run])
-    assert table.columns[:3] == ["method", "S", "P"]
+    assert table.columns[:3] == ["method", "P", "S"]
     assert (table.values[0]["S"], table.values[0]["P"]) == (pytest.approx(26.0), pytest.approx(56.0))
-    assert any(n.startswith("S: shared model on the clients that train; P: ") for n in table.notes)
+    said = "own clients (P): the clients that train, each with"
+    assert any(n.startswith(said) and "own, shared (S): " in n for n in table.notes)
     assert any("the shared model (S 26.0) is far below the personal models (P 56.0)" in n for n in table.notes)
     assert not any("far below" in n for n in summarise([write(tmp_path, "fedavg")]).notes)
 
@@ -73,10 +74,12 @@ def test_the_best_is_marked_from_three_seeds_on(tmp_path: Path) -> None:
     assert two.bold == two.level == set() and not any("best:" in n for n in two.notes)
     table = summarise(many(tmp_path / "three", (1, 2, 3)))
     assert table.bold == {("fedot", m) for m in ("G", "S", "P", "C")} and table.level == set()
-    assert table.notes[-1].endswith(
-        "is above 0; = level with the highest; by client: G fedot above fedavg on 3 of 3; S fedot above fedavg on 3 of 3; "
-        "P fedot above fedavg on 3 of 3"
-    )
+    assert table.notes[-1].endswith("is above 0; = level with the highest")
+    assert table.head == [
+        "fedot is best for new and own clients.",
+        "new clients  77.0 %  best   fedot, 20.0 above fedavg (20.0 to 20.0), higher on 3 of 3 clients",
+        "own clients  77.0 %  best   fedot, 20.0 above fedavg (20.0 to 20.0), higher on 3 of 3 clients",
+    ]
     assert "<b>77.00 ± 1.00</b>" in table._repr_html_() and "77.00 ± 1.00 *" in str(table)
     assert r"fedot & \textbf{77.00 $\pm$ 1.00} &" in latex({"": table})
 
@@ -158,7 +161,7 @@ def test_the_worst_tenth_is_that_of_the_personal_models(tmp_path: Path) -> None:
         "run.json", replace(run.record, result=replace(run.record.finished, last=last | views)).to_json().encode()
     )
     table = summarise([run])
-    assert table.rows[0][WORST] == "40.00" and table.values[0]["best"] == pytest.approx(80)
+    assert table.rows[0]["worst"] == "40.00" and table.values[0]["best"] == pytest.approx(80)
 
 
 def test_of_several_budgets_the_largest_epsilon_is_told_first(tmp_path: Path) -> None:
@@ -180,7 +183,9 @@ def test_a_terminal_prints_it_bold(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_without_held_out_clients_the_frozen_model_is_compared_on_own_clients(tmp_path: Path) -> None:
     runs = [write(tmp_path, m, seed=s, rounds=r) for m, r in (("zero-shot", 0), ("fedavg", 3)) for s in (1, 2)]
-    assert against_frozen(summarise(runs)) == ["own clients (P), not shown above it: fedavg (+15.0, 15.0 to 15.0)"]
+    assert against_frozen(summarise(runs)) == [
+        "own clients: not shown to be above zero-shot: fedavg (+15.0, 15.0 to 15.0)"
+    ]
 
 
 @pytest.fixture
@@ -198,13 +203,15 @@ def test_compare_has_a_block_for_each_data_set(two_sets: Path, capsys: pytest.Ca
     assert main(["compare", str(two_sets), "--csv", str(out), "--latex", str(two_sets / "t.tex")]) == 0
     text = capsys.readouterr().out
     first, second = text.split("pacs with tiny")
-    assert first.startswith("flowers with tiny\nmethod") and "mark-of" not in text
-    assert "above zero-shot: fedavg (+25.0" in first and "above zero-shot: fedavg (+15.0" in second
+    assert first.startswith("flowers with tiny\nfedavg is best for new and own clients.\n") and "mark-of" not in text
+    assert (
+        "new clients: above zero-shot: fedavg" in first and "25.0 above zero-shot" in first and "15.0 above" in second
+    )
     with out.open() as file:
         rows = [(r["data"], r["method"], r["seeds"]) for r in csv.DictReader(file)]
-    assert rows[1] == ("flowers with tiny", "fedavg", "3") and rows[3][0] == "pacs with tiny"
+    assert rows[0] == ("flowers with tiny", "fedavg", "3") and rows[3][0] == "pacs with tiny"
     assert (two_sets / "t.tex").read_text().count(r"\begin{tabular}") == 2
-    assert str(api.runs(two_sets)).count("zero-shot") == 2
+    assert str(api.runs(two_sets)).count("\nzero-shot ") == 2
 
 
 def test_the_page_has_a_block_for_each_data_set(two_sets: Path) -> None:
@@ -212,7 +219,9 @@ def test_the_page_has_a_block_for_each_data_set(two_sets: Path) -> None:
     html = (two_sets / "page.html").read_text()
     assert "<b>57.00 ± 1.00</b>" in html
     assert html.count("<h1>") == 1 and html.count("<h3>Summary</h3>") == 2
-    assert html.index(">flowers with tiny</h2>") < html.index("fedavg (+25.0") < html.index(">pacs with tiny</h2>")
+    assert (
+        html.index(">flowers with tiny</h2>") < html.index("25.0 above zero-shot") < html.index(">pacs with tiny</h2>")
+    )
 
 
 def test_data_of_one_name_are_told_apart_by_fingerprint(tmp_path: Path) -> None:
