@@ -40,7 +40,8 @@ def conclude(runs: list[RunFolder], picture: Path) -> None:
     except FedvlmError as error:  # without jinja2
         shown = f"no page: {error}\n"
     console.out.print(f"{shown}figure: {picture} · runs: {folder}", markup=False)
-    console.out.print(
-        f"next: fedvlm predict {runs[-1].folder} IMAGE · fedvlm report {folder} · fedvlm run fedot data=FOLDER --dry",
-        markup=False,
-    )
+    from fedvlm.studies.comparison import best_runs
+
+    best = best_runs(runs)[0].folder
+    for words in (f"predict {best} IMAGE", f"report {folder}", "choose data=FOLDER"):
+        console.line(f"next: fedvlm {words}")
