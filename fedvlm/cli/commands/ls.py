@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue
+from fedvlm.config.families import FAMILIES, PAPERS, family
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.system import console
@@ -79,11 +80,19 @@ def about_run(run: RunFolder) -> list[str]:
 
 
 def list_methods(known: Catalogue) -> None:
-    rows = [[m.name, m.parts, m.private, m.upload, m.paper] for m in known.methods]
-    console.rows(["method", "adapter × local × merge", "private", "kB up/client", "paper"], rows)
+    for name, about in FAMILIES.items():
+        rows = []
+        for m in known.methods:
+            adapter, _, merge = m.parts.split(" × ")
+            if family(m.name, adapter, merge) == name:
+                rows.append([m.name + " ◆" * (m.name in PAPERS), m.idea, m.private, m.upload, m.paper])
+        console.line(f"{name} – {about.when}", "bold")
+        console.rows(["method", "what it does", "private", "kB up/client", "paper"], rows)
+        console.line("")
     console.note(
-        "private: parameters that stay on a client; kB up/client: per round, for 10 classes and 512 dimensions; ?, of the "
-        "tower: depends on the backbone, see `fedvlm run METHOD data=… --dry`; `fedvlm show METHOD` says what it does"
+        "◆ one of the five papers that fedvlm reproduces. private: parameters that stay on a client; kB up/client: per "
+        "round, for 10 classes and 512 dimensions; ?, of the tower: depends on the backbone, see `fedvlm run METHOD data=… "
+        "--dry`; `fedvlm show METHOD` says what it does; `fedvlm choose data=FOLDER` tries them on your images"
     )
 
 
