@@ -128,9 +128,9 @@ class HuggingFaceModel(Generic[Model]):
         with timed("import"):
             import transformers
 
-        kind: type[Model] = getattr(transformers, self.kind)
         options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
         with loading(self.folder), quiet():
+            kind: type[Model] = getattr(transformers, self.kind)  # imports it, with torchvision if that is there
             model, info = cast(
                 tuple[Model, dict[str, Sequence[str]]],
                 kind.from_pretrained(self.folder, dtype=torch.float32, **options),
@@ -262,10 +262,9 @@ class Clip(HuggingFaceModel["CLIPModel"]):
 
     @cached_property
     def tokenizer(self) -> CLIPTokenizer:
-        with timed("import"):
+        with timed("load"), loading(self.folder):
             from transformers import CLIPTokenizer
 
-        with timed("load"), loading(self.folder):
             tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
         return tokenizer
 

@@ -74,6 +74,9 @@ class DataKeys:
         (), "free", "central", "classes"
     )  # use only these classes: classes=dog,cat, or a file of names; empty: all
     stride: Count = default(8, "free")  # text: characters from one example to the next
+    duplicates: Literal["group", "drop", "keep"] = default(
+        "group", "unbound"
+    )  # the same image more than once: all copies in the same part of the split, left out, or as any other image
     broken: Literal["skip", "refuse"] = default("skip", "free")  # unreadable images: leave out and list them, or stop
 
 

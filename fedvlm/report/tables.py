@@ -443,6 +443,8 @@ def table_notes(
         if columns := [column for metric, column in further.items() if is_share(records, metric) == share]:
             out.append(f"{', '.join(columns)}: personal models, mean over clients and runs{ending}")
     for name, group in groups.items():
+        if untested := without_tests(group[0], select):
+            out.append(f"{name}: own clients is the mean over {untested}, which have test images")
         if incomplete := partial(group):
             out.append(
                 f"{name}: seeds {', '.join(map(str, incomplete))} are left out because they lack targets that other "
@@ -470,6 +472,14 @@ def further_titles(records: list[RunRecord], further: dict[str, str]) -> dict[st
     """Headings of further metrics, with unit and direction."""
     lower = {m.name for r in records for m in r.metrics if m.lower_is_better}
     return {key: Measure(key, "", "", "%" * is_share(records, m), m in lower).title for m, key in further.items()}
+
+
+def without_tests(record: RunRecord, select: Select) -> str:
+    """150 of 200 clients: those with a score; "" where all have one."""
+    clients = record.finished.at(select).get("clients", {})
+    own = [views["personal"].get("test") for views in clients.values() if "personal" in views]
+    known = sum(v is not None for v in own)
+    return f"{known} of {counted(len(own), 'client')}" if known < len(own) else ""
 
 
 def far_below_notes(records: list[RunRecord], select: Select) -> list[str]:

@@ -166,7 +166,8 @@ class Search:
         """What costs one round at most, and what trains."""
         found = list[Try]()
         for name in self.wish.methods:
-            keys = self.given if name != FROZEN else {k: v for k, v in self.given.items() if k not in ("dp", "epsilon")}
+            idle = ("dp", "epsilon", "rounds") if name == FROZEN else ()
+            keys = {k: v for k, v in self.given.items() if k not in idle}
             try:
                 found.append(Try(api.chosen(name, keys)))
             except FedvlmError as error:
