@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedvlm.data.formats.arrays import dataset as dataset
     from fedvlm.errors import FedvlmError as FedvlmError
     from fedvlm.predict.predictor import Predictor as Predictor
+    from fedvlm.studies.choose import choose as choose
     from fedvlm.studies.comparison import bench as bench
 
 __version__ = "0.2.0"
@@ -31,6 +32,7 @@ _HOMES = {
     "fedvlm.data.formats.arrays": ("dataset",),
     "fedvlm.errors": ("FedvlmError",),
     "fedvlm.predict.predictor": ("Predictor",),
+    "fedvlm.studies.choose": ("choose",),
     "fedvlm.studies.comparison": ("bench",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
