@@ -288,10 +288,23 @@ def test_clients_are_scored_on_the_images_that_score_says():
     assert rows_of(alone, 3, "train") == rows_of(alone, 3, "val") == []
 
 
+def test_each_clients_own_model_on_the_whole_of_a_held_out_domain():
+    """FOCoOp's Tables 4, 9, 10: the clients that train are scored on the images of the one that does not, no others."""
+    pool = numbered(source_of("abc", each=20).items)
+    keys = {"partition": "domain", "clients": 1, "unseen": ("b",), "unseen_split": "all", "score": "unseen"}
+    found = federate(pool, Layout(**keys), 1)
+    whole = [i for i, item in enumerate(pool.source.items) if item.domain == "b"]
+    assert [rows_of(found, k) for k in range(3)] == [whole] * 3 and rows_of(found, 1, "train") == []
+    own = federate(pool, Layout(**keys | {"score": "own"}), 1)
+    assert [rows_of(found, k, "train") for k in range(3)] == [rows_of(own, k, "train") for k in range(3)]
+
+
 def test_what_cannot_be_scored_so_is_refused_in_words():
     plain = numbered(source_of("abc").items)
     with pytest.raises(FedvlmError, match="score=domain: these clients are of no single domain"):
         federate(plain, Layout(partition="dirichlet", score="domain"), 1)
+    with pytest.raises(FedvlmError, match="score=unseen: nobody is held out"):
+        federate(plain, Layout(score="unseen"), 1)
     with pytest.raises(FedvlmError, match="score=all: a site is scored on its own"):
         own_data(plain, Layout(score="all"), 1, ["x", "y", "z"], 0)
     for key in ("score=domain", "unseen_split=all", "classes=x,y"):
