@@ -26,12 +26,10 @@ DEFAULTS = {
 
 
 def conclude(runs: list[RunFolder], picture: Path) -> None:
-    """Prints the comparison with the frozen model in words, writes a figure and the page, and says how to open it."""
-    from fedvlm.report import figures, gains, tables
+    """Writes a figure and the page, and says how to open it."""
+    from fedvlm.report import figures
     from fedvlm.report.page import PageOptions, page
 
-    for verdict in gains.against_frozen(tables.summarise(runs)):
-        console.out.print(verdict, markup=False)
     figures.figure(runs, picture)
     folder = picture.parent
     written = folder / "demo.html"

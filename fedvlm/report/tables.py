@@ -14,14 +14,21 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import POOL, POOLED, TRAINING, binding
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
-from fedvlm.report.gains import best_row
+from fedvlm.evaluation.protocols import (
+    FAR_BELOW,
+    by_client,
+    by_seed,
+    is_base_to_novel,
+    mean_if_complete,
+    partial,
+    target,
+)
+from fedvlm.report.gains import FROZEN, Verdict, verdict
 from fedvlm.system.formatting import counted
-from fedvlm.system.table import SeedScores, Table
+from fedvlm.system.table import BEST, LEVEL, ClientScores, SeedScores, Table
 from fedvlm.training.folder import RunFolder
 
 METRICS = ("G", "S", "P", "C")
-FROZEN = "zero-shot"  # the method that is the frozen model
 NEED_HELD_OUT = ("G", "C")  # have a value only where clients are held out
 PROTOCOL_METRICS = (METRICS, MEASURES)  # of the usual protocols, and of base-to-novel
 ALL_METRICS = (*METRICS, *MEASURES)
@@ -78,15 +85,19 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
     columns += ["MB up/round", "shared", "private", "seconds", *further.values()]
     has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
     each = {name: seed_scores(groups[name], select) for name in comparable(groups, rules)}
+    by_clients = {name: client_scores(groups[name], select) for name in each}
     ranked = {} if unlike else each
-    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best_row(ranked, m))}
+    found = [v for m in columns if m in ALL_METRICS and (v := verdict(ranked, m, by_clients))]
     return Table(
         columns,
         [format_row(name, row, list(further.values())) for name, row in values.items()],
-        table_notes(groups, select, has_published, further, unlike) + best_note(columns, bold, ranked),
+        table_notes(groups, select, has_published, further, unlike) + best_note(found),
         [{"method": name, **row} for name, row in values.items()],
         each,
-        bold,
+        {(v.highest, v.measure) for v in found if v.best},
+        {(name, v.measure) for v in found if not v.best for name in v.level},
+        by_clients,
+        alike=not unlike,
     )
 
 
@@ -107,14 +118,21 @@ def seed_scores(records: list[RunRecord], select: Select) -> SeedScores:
     return {m: {s: 100 * v for s, one in seeds.items() if (v := one.get(m)) is not None} for m in ALL_METRICS}
 
 
-def best_note(columns: list[str], bold: set[tuple[str, str]], rows: dict[str, SeedScores]) -> list[str]:
-    """Which rows are the best, in words, since not every output has bold letters; nothing where that cannot be known."""
-    several = [name for name, found in rows.items() if any(len(seeds) > 1 for seeds in found.values())]
-    if len(several) < 2:
+def client_scores(records: list[RunRecord], select: Select) -> ClientScores:
+    return {m: {c: 100 * v for c, v in each.items()} for m, each in by_client(records, select).items()}
+
+
+def best_note(found: list[Verdict]) -> list[str]:
+    """What the marks mean, and on how many clients the highest row is above the next one; nothing without marks."""
+    if not any(v.best or v.level for v in found):
         return []
-    names = {name: [m for m in columns if (name, m) in bold] for name, _ in bold}
-    found = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in sorted(names.items()))
-    return [f"best by more than two standard errors of the paired difference over seeds (bold): {found or 'none'}"]
+    several = [v for v in found if v.clients[1] > 1]
+    counts = "; ".join(f"{v.measure} {v.highest} above {v.rival} on {v.clients[0]} of {v.clients[1]}" for v in several)
+    rule = (
+        f"{BEST} best: the 95 % interval of its difference to every other row, paired over seeds, is above 0; "
+        f"{LEVEL} level with the highest"
+    )
+    return [rule + (f"; by client: {counts}" if counts else "")]
 
 
 def paper_column(metrics: tuple[str, ...]) -> str:

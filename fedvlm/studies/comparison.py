@@ -11,7 +11,8 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import TRAINING, Config, EngineKeys, Setup, resolve
 from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.errors import FedvlmError
-from fedvlm.report.tables import FROZEN, check_one_rule, fair_keys
+from fedvlm.report.gains import FROZEN
+from fedvlm.report.tables import check_one_rule, fair_keys
 from fedvlm.system.interrupts import shell_line
 from fedvlm.training.folder import find_runs
 from fedvlm.training.planning import LEAVE_ONE_OUT, check_parts, checked

@@ -92,6 +92,7 @@ def show(table: Table) -> None:
         rows=[{printable(c, LONGEST_CELL): printable(x, LONGEST_CELL) for c, x in row.items()} for row in table.rows],
         notes=[printable(n) for n in table.notes],
         bold={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.bold},
+        level={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.level},
     )
     if not (out.is_terminal or out.is_jupyter):
         print(table)  # the whole of it, for files and pipes
@@ -103,7 +104,7 @@ def show(table: Table) -> None:
         style = "dim" if column in table.dim else ""
         grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, style=style)
     for row in table.rows:
-        grid.add_row(*(Text(row.get(c, ""), "bold" if table.is_bold(row, c) else "") for c in columns))
+        grid.add_row(*(Text(table.marked(row, c), "bold" if table.is_bold(row, c) else "") for c in columns))
     out.print(grid)
     for text in table.notes:
         note(text)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 NUMERIC = re.compile(r"[\d\s.,+±–/-]*(e[+-]\d+)?( [kMG]?B)?$")
 Value = float | str | None  # of a row as numbers; None where there is no such value
 SeedScores = dict[str, dict[int, float]]  # of a row: metric → seed → percent
+ClientScores = dict[str, dict[str, float]]  # of a row: metric → client → percent, mean over runs
+BEST, LEVEL = "*", "="  # marks behind cells
 
 
 @dataclass
@@ -25,7 +27,10 @@ class Table:
     notes: list[str] = field(default_factory=list)
     values: list[dict[str, Value]] = field(default_factory=list)  # the same rows as numbers (percent, MB, seconds)
     by_seed: dict[str, SeedScores] = field(default_factory=dict)  # by row; see gains.py
-    bold: set[tuple[str, str]] = field(default_factory=set)  # (cell of the first column, column)
+    bold: set[tuple[str, str]] = field(default_factory=set)  # (cell of the first column, column): the best
+    level: set[tuple[str, str]] = field(default_factory=set)  # likewise: level with the highest
+    by_client: dict[str, ClientScores] = field(default_factory=dict)  # by row
+    alike: bool = True  # whether its rows follow one protocol, and so may be compared
     dim: list[str] = field(default_factory=list)  # columns that the console prints in grey
 
     def cells(self, column: str) -> list[str]:
@@ -37,13 +42,20 @@ class Table:
     def is_bold(self, row: dict[str, str], column: str) -> bool:
         return (row.get(self.columns[0], ""), column) in self.bold
 
+    def marked(self, row: dict[str, str], column: str) -> str:
+        """The cell with the mark of the best, or of a row that is level with it, in columns that have marks."""
+        cell, place = row.get(column, ""), (row.get(self.columns[0], ""), column)
+        if column not in {c for _, c in self.bold | self.level}:
+            return cell
+        return f"{cell} {BEST if place in self.bold else LEVEL if place in self.level else ' '}"
+
     def __str__(self) -> str:
-        widths = {c: max(map(len, (c, *self.cells(c)))) for c in self.columns}
         right = {c for c in self.columns if self.is_numeric(c)}
-        lines = [dict(zip(self.columns, self.columns, strict=True)), *self.rows]
+        marked = [{c: self.marked(row, c) for c in self.columns} for row in self.rows]
+        lines = [dict(zip(self.columns, self.columns, strict=True)), *marked]
+        widths = {c: max(len(row[c]) for row in lines) for c in self.columns}
         padded = [
-            [row.get(c, "").rjust(widths[c]) if c in right else row.get(c, "").ljust(widths[c]) for c in self.columns]
-            for row in lines
+            [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in self.columns] for row in lines
         ]
         return "\n".join([*("  ".join(cells).rstrip() for cells in padded), *self.notes])
 
