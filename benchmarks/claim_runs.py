@@ -68,7 +68,7 @@ class Study:
         self.runs: dict[Side, list[RunFolder]] = {}
 
     def setup(self, side: Side, lr: float | None, seeds: tuple[int, ...]) -> Setup:
-        keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
+        keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out), "bound": 0}
         if "outsiders" in keys:
             keys["outsiders"] = self.data[str(keys["outsiders"])]
         keys["evaluate_every"] = keys.get("evaluate_every", max(1, int(str(keys.get("rounds", 30)))))
