@@ -338,7 +338,7 @@ def measured(claim: Claim, study: Study) -> Entry:
         acted=claim.acted,
         reason=claim.reason,
         lacking=claim.lacking,
-        factors=", ".join(dict.fromkeys(f"{s.method} × {study.chosen[s]:g}" for s in sides if study.tuned(s))),
+        factors=", ".join(dict.fromkeys(study.told(s) for s in sides if study.tuned(s) or s.choices)),
     )
 
 
@@ -361,6 +361,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="at most so many; 0: as the claims say")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one per core")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))
+    parser.add_argument(
+        "--add", nargs="*", type=Path, default=[], help="runs nothing: records of other machines to take in"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--read", action="store_true", help="run nothing: judge what --out has")
     parser.add_argument("--write", action="store_true", help="the record and docs/claims.md")
@@ -371,6 +374,8 @@ def main() -> None:
             ["paper", "id", "data", "claim"],
             [[c.paper, c.content["id"], c.content["data"], c.content["claim"]] for c in found],
         )
+    if args.add:
+        return publish(merged(load(RECORD), current({name: e for path in args.add for name, e in load(path).items()})))
     study = Study(args)
     study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
@@ -378,14 +383,23 @@ def main() -> None:
     shown_columns = [i for i, name in enumerate(HEAD) if name != "claim"]  # a terminal has no room for it
     console.rows([HEAD[i] for i in shown_columns], [[row[i] for i in shown_columns] for row in lines(found)])
     if args.write:
-        known = {c.name for c in claims(PAPERS, [])}
-        kept = {name: entry for name, entry in load(RECORD).items() if name in known}
         now = {c.name: measured(c, study) for c in found if c.outcomes}
-        entries = merged(kept, now)
+        entries = merged(load(RECORD), now)
         for name in (n for n in now if entries[n] is not now[n]):
             console.note(f"{name}: the record has more comparisons, seeds or rounds, and is kept")
-        save(RECORD, entries)
-        DOCUMENT.write_text(document(entries), encoding="utf-8")
+        publish(entries)
+
+
+def current(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Those of claims as they are defined now."""
+    known = {c.name: digest(c.content) for c in claims(PAPERS, [])}
+    return {name: entry for name, entry in entries.items() if known.get(name) == entry.definition}
+
+
+def publish(entries: Mapping[str, Entry]) -> None:
+    """Write record and document."""
+    save(RECORD, current(entries))
+    DOCUMENT.write_text(document(current(entries)), encoding="utf-8")
 
 
 if __name__ == "__main__":

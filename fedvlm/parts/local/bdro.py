@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.core.adapter import Task
+from fedvlm.core.adapter import Adapter, Task
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.descent import Gradients, optimise
 from fedvlm.core.local import Local
@@ -83,6 +83,12 @@ class Bdro(Local):
         "outsider_perturbation": "norm of the outsiders' perturbation over that of their prompts, first batch",
         "loss_gained": "mean loss at the perturbation minus that without one, first batch",
     }
+
+    def incompatible(self, adapter: Adapter) -> str:
+        if not self.starts and self.bos == "paper":
+            return ""
+        able = self.space == "features" and isinstance(adapter, HasEncodedPrompts)
+        return "" if able else "starts= and bos=authors need encoded prompts; use adapter=outsiders space=features"
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         names = [k for k in message.shared if not is_running_statistic(k)]
@@ -149,8 +155,10 @@ class Bdro(Local):
     def far_starts(self, noises: Params, batch: Batch) -> Iterator[Params]:
         """Perturbations at which all prompts of a kind are pushed away from the images of the batch, or one of the first
         `starts` is, or wins for all of them; far out, where the tangent leads to the end that such a perturbation has."""
+        if not self.starts:
+            return
         centre = (FAR * batch.weight[..., None] * batch.x).sum(1)
-        for name, value in noises.items() if self.starts else ():
+        for name, value in noises.items():
             yield noises | {name: -centre[:, None].expand_as(value)}
             for j, sign in product(range(min(self.starts, value.shape[1])), (1.0, -1.0)):
                 far = torch.zeros_like(value)
