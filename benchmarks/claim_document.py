@@ -90,6 +90,8 @@ def check_of(claim: Claim) -> str:
 
 
 def side(given: Mapping[str, Any]) -> str:
+    if "value" in given:
+        return str(given["value"])
     settings = ({"on": given["on"]} if "on" in given else {}) | given.get("settings", {})
     return f"`{' '.join(filter(None, [given['method'], words(settings, plain=True)]))}`"
 

@@ -64,6 +64,8 @@ INTEREST = {  # smallest effect of interest by measure, in its unit; of others a
     "cosine": 0.02,
     "condition": 0.05,
     "gap_variance": 1e-4,
+    "mean_spread": 1e-4,
+    "curvature": 0.02,
     "variance": 5e-4,
     "worst": 0.01,
     "mb": 0.1,
@@ -101,10 +103,11 @@ class Claim:
         found = self.content["compare"]
         return found if isinstance(found, list) else [found]
 
-    def sides(self, one: Mapping[str, Any]) -> tuple[Side, Side]:
+    def sides(self, one: Mapping[str, Any]) -> tuple[Side, ...]:
+        """Left and right; a right that is a `value` has no runs."""
         keys = {**self.content.get("keys", {}), **one.get("keys", {})}
-        left, right = (Side.of(one[s], self.content["data"], keys, one["measure"]) for s in ("left", "right"))
-        return left, right
+        given = [one[s] for s in ("left", "right") if "value" not in one[s]]
+        return tuple(Side.of(side, self.content["data"], keys, one["measure"]) for side in given)
 
     @property
     def verdict(self) -> str:
@@ -196,7 +199,7 @@ def of_run(run: RunFolder, name: str) -> float:
     rounds = [v for r in run.rounds() if (v := value_of(r, name)) is not None]
     if name == "cosine":
         return float(np.mean(rounds)) if rounds else math.nan
-    if name == "gap_variance":
+    if name in ("gap_variance", "mean_spread", "ga_spread", "faa_spread", "curvature"):
         return float(np.mean(rounds[len(rounds) // 2 :])) if rounds else math.nan
     by_client = last.get(name)
     if isinstance(by_client, dict):
@@ -308,8 +311,12 @@ def check(claim: Claim, study: Study) -> None:
             missing = f"{lacking_data[0]} was not given" if lacking_data else f"{side.method} was not run"
             claim.reason = study.failed.get(side, missing)
             return
-        left, right = (values(study.runs[s], one["measure"]) for s in sides)
-        found = outcome({seed: one.get("times", 1) * value for seed, value in left.items()}, right)
+        left, *right = (
+            values(study.runs[s], one[name].get("measure", one["measure"]))
+            for s, name in zip(sides, ("left", "right"), strict=False)
+        )
+        against = right[0] if right else dict.fromkeys(left, float(one["right"].get("value", 0)))
+        found = outcome({seed: one.get("times", 1) * value for seed, value in left.items()}, against)
         if found is None:
             claim.reason = f"{one['measure']} was not recorded by both"
             return
