@@ -92,8 +92,8 @@ class Layout:
     unseen: tuple[str, ...] = default((), "varies", "site")  # domains (or clients) that are held out of training
     unseen_split: Literal["test", "all"] = default("test", "central")  # images of unseen domains that are scored
     centre: Literal["none", "own"] = "none"  # own: each client, also a new one, subtracts the mean of its embeddings
-    # test images to score on: the client's own, its domain's, or those of all clients that train
-    score: Literal["own", "domain", "all"] = default("own", "central")
+    # test images to score on: the client's own, its domain's, those of all clients that train, or of held-out ones
+    score: Literal["own", "domain", "all", "unseen"] = default("own", "central")
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,19 @@ def split_of(
 
 def with_shared_tests(federation: Federation, layout: Layout) -> Federation:
     """Each client with the test rows that score= says; rows that several clients are scored on are copied. The images of
-    held-out clients are only seen by held-out clients: what is trained and what is new are not mixed."""
+    held-out clients are only seen by held-out clients, unless score=unseen asks for them: what is trained and what is new
+    are not mixed."""
     if layout.score == "own":
         return federation
     d, names, unseen = federation.data, federation.names, federation.unseen
+    if layout.score == "unseen" and not unseen:
+        raise FedvlmError("score=unseen: nobody is held out; give unseen= or protocol=leave-one-domain-out")
 
     def tests(k: int) -> list[np.ndarray]:
         near = [j for j in range(len(names)) if federation.domains[j] == federation.domains[k]]
         group = near if layout.score == "domain" else range(len(names))
-        return [np.arange(d.bounds[j, 2], d.bounds[j, 3]) for j in group if (j in unseen) == (k in unseen)]
+        wanted = k in unseen or layout.score == "unseen"
+        return [np.arange(d.bounds[j, 2], d.bounds[j, 3]) for j in group if (j in unseen) == wanted]
 
     rows = [np.concatenate([np.arange(d.bounds[k, 0], d.bounds[k, 2]), *tests(k)]) for k in range(len(names))]
     ends = np.cumsum([len(r) for r in rows])

@@ -506,7 +506,8 @@ def scored_on(record: RunRecord) -> str:
     config = record.config
     held_out = "all" if config.get("unseen_split") == "all" else "test"
     split = "validation" if config.get("personal_split") == "val" else "test"
-    owners = {"domain": "of the client's domain", "all": "of all clients that train"} if split == "test" else {}
+    owners = {"domain": "of the client's domain", "all": "of all clients that train", "unseen": "of held-out clients"}
+    owners = owners if split == "test" else {}
     owner = owners.get(str(config.get("score")), "of the client itself")
     return (f"G on {held_out} images of held-out clients, " if record.unseen else "") + f"P on {split} images {owner}"
 
