@@ -97,7 +97,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """With `scaled` what attention and MLP add is multiplied per channel, as in DINOv2."""
+    """Attention and an MLP; what they add is multiplied per channel where `scaled`, as in DINOv2."""
 
     def __init__(self, sizes: Sizes, causal: bool, scaled: bool):
         super().__init__()

@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def phrases(self, texts: Sequence[str], longest: int) -> list[list[int]]:
-        """With those at the start and the end that the tower knows, and at most so many."""
+        """The tokens of each text with those at the start and the end that the tower knows, and at most so many."""
         ...
 
 

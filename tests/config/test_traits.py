@@ -29,6 +29,7 @@ LISTS = {  # literal collections with names of keys that classify no keys: place
     "federation/worker.py": (1, "entries of client.json"),
     "predict/finished.py": (1, "the questions to a finished run"),
     "report/page.py": (1, "headings of facts"),
+    "studies/choose.py": (3, "what the search sets by itself"),
 }
 
 
@@ -88,7 +89,7 @@ def test_every_key_is_for_something_and_its_traits_exist():
     assert {k.purpose for k in KEYS} == set(get_args(Purpose))
     assert {t for k in KEYS for t in k.traits} == set(get_args(Trait)) - {"effort"}
     parts = [k for kind in catalogue.load().parts.values() for part in kind.values() for k in part.keys]
-    assert {t for k in parts for t in k.traits} == {"effort"} and not any(k.purpose for k in parts)
+    assert {t for k in parts for t in k.traits} == {"effort", "path"} and not any(k.purpose for k in parts)
     assert catalogue.load().run == KEYS  # as the shipped JSON has them
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,8 @@ def test_a_torchvision_that_does_not_fit_is_named_where_the_backbone_loads(
     with pytest.raises(FedvlmError, match="is it complete"), loading(tmp_path):
         raise ModuleNotFoundError("Could not import module 'CLIPModel'")
     monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
     assert importlib.metadata.version("torchvision") == "0.1"
     with (
         pytest.raises(FedvlmError, match=r"torchvision 0\.1 does not fit torch .*pip uninstall torchvision"),
