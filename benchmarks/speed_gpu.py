@@ -15,6 +15,7 @@ Medians of the rounds after the first; GiB: the most that torch had allocated.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +79,7 @@ def loop(backbone: str, half: bool, compiled: bool) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     torch.backends.cuda.matmul.allow_tf32 = False
     frozen = load(backbone)
-    tower = frozen.image_tower.cuda().requires_grad_(True)  # type: ignore[attr-defined]
+    tower = copy.deepcopy(frozen.image_tower).cuda().requires_grad_(True)  # type: ignore[attr-defined]
     start = {k: v.clone() for k, v in tower.state_dict().items()}
     text = F.normalize(torch.randn(CLASSES, DIM, device="cuda"), dim=-1)
     images = torch.randint(0, 256, (CLIENTS, IMAGES, 3, 224, 224), dtype=torch.uint8, device="cuda")
@@ -137,15 +139,18 @@ def tower(place: Path, compiled: bool) -> dict[str, object]:
             "lr": RATE,
             "precision": "half" if half else "full",
         }
-        found[kind] = {
-            "floor": floor(half),
-            "loop": loop(backbone, half, False),
-            **({"compiled loop": loop(backbone, half, True)} if compiled and half else {}),
-            "as shipped": ours("fedavg", data, place / f"shipped-{kind}", **keys),
-            "bare": ours("fedavg", data, place / f"bare-{kind}", evaluate_every=100, **keys),
-            "with keep and gaps": ours("fedavg", data, place / f"keep-{kind}", keep=True, gaps=True, **keys),
+        jobs: dict[str, Callable[[], object]] = {
+            "floor": partial(floor, half),
+            "loop": partial(loop, backbone, half, False),
+            "as shipped": partial(ours, "fedavg", data, place / f"shipped-{kind}", **keys),
+            "bare": partial(ours, "fedavg", data, place / f"bare-{kind}", evaluate_every=100, **keys),
+            "with keep and gaps": partial(ours, "fedavg", data, place / f"keep-{kind}", keep=True, gaps=True, **keys),
         }
-        print(kind, json.dumps(found[kind], indent=1), flush=True)
+        if compiled and half:
+            jobs["compiled loop"] = partial(loop, backbone, half, True)
+        for name, job in jobs.items():
+            found[f"{kind}, {name}"] = job()
+            print(kind, name, found[f"{kind}, {name}"], flush=True)
     return found
 
 
