@@ -30,30 +30,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from roofline import random_clip, save_clip
 from torch.nn import functional as F
 
 import fedvlm
-from fedvlm.backbones import ASSETS, load
-from fedvlm.towers.modules import TextSizes, TwoTowers, VisionSizes
+from fedvlm.backbones import load
 
 CLIENTS, IMAGES, CLASSES, BATCH, ROUNDS, RATE = 7, 277, 10, 32, 3, 1e-5
-VISION = VisionSizes(768, 3072, 12, 12, "quick_gelu", 1e-5, 224, 16)
-TEXT = TextSizes(512, 2048, 12, 8, "quick_gelu", 1e-5, 49408, 77, 49407)
-DIM, TOKENS = 512, 197
+WIDTH, LAYERS, TOKENS, DIM = 768, 12, 197, 512  # of ViT-B/16
 
 
-def random_clip(folder: Path) -> Path:
-    """A CLIP of ViT-B/16's size with random weights."""
-    torch.manual_seed(0)
-    model = TwoTowers(VISION, TEXT, "clip", DIM)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors")
-    config = {"model_type": "clip", "projection_dim": DIM, "vision_config": vars(VISION), "text_config": vars(TEXT)}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((ASSETS / "mini-clip" / name).read_bytes())
-    return folder
+def vit_b_16(folder: Path) -> Path:
+    return save_clip(random_clip((512, LAYERS, 8), (WIDTH, LAYERS, 12), 224, DIM), folder)
 
 
 def made(clients: int, each: int, classes: int) -> object:
@@ -121,13 +109,12 @@ def floor(half: bool) -> float:
             a @ b
         torch.cuda.synchronize()
         rate = 8 * 2 * 8192**3 / (time.perf_counter() - began)
-    width, inner, layers = VISION.hidden_size, VISION.intermediate_size, VISION.num_hidden_layers
-    image = layers * 2 * TOKENS * (4 * width**2 + 2 * width * inner + 2 * TOKENS * width)
+    image = LAYERS * 2 * TOKENS * (12 * WIDTH**2 + 2 * TOKENS * WIDTH)
     return 3 * CLIENTS * IMAGES * image / rate
 
 
 def tower(place: Path, compiled: bool) -> dict[str, object]:
-    backbone = str(random_clip(place))
+    backbone = str(vit_b_16(place))
     data = made(CLIENTS, IMAGES * 10 // 6, CLASSES)
     found: dict[str, object] = {}
     for half in (True, False):
@@ -155,7 +142,7 @@ def tower(place: Path, compiled: bool) -> dict[str, object]:
 
 
 def prompts(place: Path) -> dict[str, object]:
-    backbone, data = str(random_clip(place)), made(10, 160 * 10 // 6, 100)
+    backbone, data = str(vit_b_16(place)), made(10, 160 * 10 // 6, 100)
     found: dict[str, object] = {}
     for method in ("promptfl", "focoop"):
         for precision in ("half", "full"):
