@@ -48,6 +48,7 @@ from fedvlm.privacy.secure.settings import message_fingerprint
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps import STEPS
 from fedvlm.system import files
+from fedvlm.system.names import printable
 
 if TYPE_CHECKING:
     from fedvlm.privacy.secure.client import Client as SecureClient
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 CLIENT = "client.json"
 EPOCH = "epoch"  # file with the number of processes that have opened the folder
 LOCK_SECONDS = 60
+SAID = 300  # characters of why nothing was answered
 
 
 def serve_clients(folder: Path, requests: Channel, replies: Channel) -> None:
@@ -251,25 +253,28 @@ class SiteClient:
 
     def reply(self, step: str, message: Message, header: Header) -> Reply:
         """The client's reply, as it may leave."""
-        about, asked = self.about, self.fingerprint(header, message)
-        if about.budget and about.release and step == "train":
-            about.budget.spend(header.round, asked, about.release)
+        about, privacy = self.about, self.method.privacy
         if about.budget and about.budget.epsilon and step not in ("train", "score"):
             raise Refused(f"{step} is not answered under a budget (epsilon): no noise covers it")
-        if about.secret and self.method.privacy:  # each request has noise of its own, and its repetition the same
-            key = hmac.digest(bytes.fromhex(about.secret), asked.encode(), "sha256")
-            self.engine.method = replace(self.method, privacy=replace(self.method.privacy, secret=key))
+        if about.secret and privacy:
+            asked = self.fingerprint(header, message)
+            if about.budget and about.release and step == "train":
+                about.budget.spend(header.round, asked, about.release)
+            key = hmac.digest(
+                bytes.fromhex(about.secret), asked.encode(), "sha256"
+            )  # the same only for the same request
+            self.engine.method = replace(self.method, privacy=replace(privacy, secret=key))
         schema = STEPS[step].schema(self.method, self.engine.data.extras)
         if step == "score" and not any(about.scored):  # without a look at the data
             reply = Reply(np.array([0]), {k: torch.zeros(1, *f.shape) for k, f in schema.values.items()})
-            return self.without_scores(reply, schema)
-        for reply in self.engine.run(step, np.array([0]), message, header.round, header.exchange):
-            if step == "score" and not all(about.scored):
-                reply = self.without_scores(reply, schema)
-            if about.withheld:
-                reply = reply._replace(values=without_sizes(reply.values, schema, self.engine.data))
-            return reply
-        raise ValueError(self.warning)
+        else:
+            found = list(self.engine.run(step, np.array([0]), message, header.round, header.exchange))
+            if not found:
+                raise ValueError(self.warning)
+            reply = found[0]
+        if step == "score" and not all(about.scored):
+            reply = self.without_scores(reply, schema)
+        return reply._replace(values=without_sizes(reply.values, schema, self.engine.data)) if about.withheld else reply
 
     def without_scores(self, reply: Reply, schema: Schema) -> Reply:
         """Scores of splits that are told as having no examples; of training, where there is a number of them, 0."""
@@ -356,7 +361,7 @@ def told(error: Exception, step: str, rehearsal: bool = False) -> str:
     if rehearsal:
         return f"{type(error).__name__}: {error}"
     if isinstance(error, Refused | BadMessage) and not {"/", "\\"} & set(text := str(error)):
-        return text
+        return printable(text, SAID)
     print(f"{step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return "failed (the site's log says more)"
 
