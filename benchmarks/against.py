@@ -54,7 +54,7 @@ def measured(tree: Path, what: str, setting: dict[str, str], cache: Path) -> tup
         code = ENCODING if what == "encoding" else ROUND
         call = [sys.executable, "-c", code, f"{place}/run"]
         if what == "demo":
-            call = [sys.executable, "-m", "fedvlm.cli", "demo"]
+            call = [sys.executable, "-m", "fedvlm", "demo"]
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         process = subprocess.Popen(call, env=env, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         out, errors = process.communicate()

@@ -32,6 +32,7 @@ class Entry:
     acted: bool
     reason: str = ""  # why comparisons are missing
     lacking: str = ""  # what had to learn, and did not
+    bound: float = 5.0  # updates longer than so many medians were cut to it; 0: none
     factors: str = ""  # chosen for the lr of each method, from a grid that goes on where the best is at its end
 
     def yields_to(self, other: Entry) -> bool:

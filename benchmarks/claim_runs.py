@@ -2,7 +2,7 @@
 
 The grid is the recipe's lr times 0.3, 1 and 3; where the best is the first or last of them, the next is tried, too. What
 counts is what the measure reports, on validation, in the first seed: P and what is scored by personal models, the personal
-model; G and others, the shared one; C, their mean.
+model; G and others, the shared one; C, their mean. Keys in a side's `choices` are then chosen likewise, one after the other.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ class Side(NamedTuple):
     data: str
     keys: tuple[tuple[str, object], ...]
     measure: str
+    choices: tuple[
+        tuple[str, tuple[object, ...]], ...
+    ] = ()  # further keys that are chosen on validation, and from what
 
     @property
     def needed(self) -> set[str]:
@@ -43,7 +46,9 @@ class Side(NamedTuple):
     def of(cls, given: Mapping[str, Any], data: str, keys: Mapping[str, object], measure: str) -> Side:
         on = {"on": given["on"]} if "on" in given else {}
         whole = {**keys, **on, **given.get("settings", {})}
-        return cls(given["method"], data, tuple(sorted((k, listed(v)) for k, v in whole.items())), criterion(measure))
+        keys_of_runs = tuple(sorted((k, listed(v)) for k, v in whole.items()))
+        choices = tuple((k, tuple(v)) for k, v in given.get("choices", {}).items())
+        return cls(given["method"], data, keys_of_runs, criterion(measure), choices)
 
 
 def listed(value: object) -> object:
@@ -64,11 +69,17 @@ class Study:
         self.shelf = Shelf(args.out) if args.read else None
         self.data = dict(word.split("=", 1) for word in args.data) | {"emoji": "emoji"}
         self.chosen: dict[Side, float] = {}
+        self.settled: dict[Side, dict[str, object]] = {}  # what was chosen of a side's `choices`
         self.failed: dict[Side, str] = {}
         self.runs: dict[Side, list[RunFolder]] = {}
 
-    def setup(self, side: Side, lr: float | None, seeds: tuple[int, ...]) -> Setup:
-        keys = dict(side.keys) | {"data": self.data[side.data], "seeds": seeds, "out": str(self.args.out)}
+    def setup(self, side: Side, lr: float | None, seeds: tuple[int, ...], tried: Mapping[str, object] = {}) -> Setup:
+        keys = {**dict(side.keys), **self.settled.get(side, {}), **tried} | {
+            "data": self.data[side.data],
+            "seeds": seeds,
+            "out": str(self.args.out),
+            "bound": 0,
+        }
         if "outsiders" in keys:
             keys["outsiders"] = self.data[str(keys["outsiders"])]
         keys["evaluate_every"] = keys.get("evaluate_every", max(1, int(str(keys.get("rounds", 30)))))
@@ -91,6 +102,7 @@ class Study:
             except FedvlmError as error:
                 self.failed[side] = str(error)
         self.choose(rates)
+        self.settle([side for side in self.chosen if side.choices])
         final = {side: self.final(side) for side in known if side in self.chosen}
         self.runs |= self.finished(final)
 
@@ -113,16 +125,34 @@ class Study:
                 missing[side] = beyond(found[side])
         self.chosen |= {side: best(values) for side, values in found.items() if values}
 
+    def settle(self, sides: Sequence[Side]) -> None:
+        """The best value of each further key of a side, in the first seed, at the lr that was chosen."""
+        for step in range(max((len(s.choices) for s in sides), default=0)):
+            asked = {s: s.choices[step] for s in sides if step < len(s.choices)}
+            tries = {
+                (s, v): self.final(s, self.args.seeds[:1], {k: v}) for s, (k, values) in asked.items() for v in values
+            }
+            runs = self.finished(tries)
+            for side, (key, values) in asked.items():
+                scores = {v: validation(runs[side, v], side.measure) for v in values if (side, v) in runs}
+                if scores:
+                    self.settled.setdefault(side, {})[key] = max(scores, key=lambda v: scores[v])
+
     def finished(self, setups: dict[Any, Setup]) -> dict[Any, list[RunFolder]]:
         return self.shelf.of(setups) if self.shelf else finished_each(setups, self.args.jobs, self.pools)
 
     def tuned(self, side: Side) -> bool:
         return not math.isnan(self.chosen.get(side, math.nan))
 
-    def final(self, side: Side) -> Setup:
-        factor = self.chosen[side]
-        plain = self.setup(side, None, tuple(self.args.seeds))
-        return self.setup(side, plain.local.lr * factor, tuple(self.args.seeds)) if self.tuned(side) else plain
+    def final(self, side: Side, seeds: Sequence[int] = (), tried: Mapping[str, object] = {}) -> Setup:
+        factor, asked = self.chosen[side], tuple(seeds or self.args.seeds)
+        plain = self.setup(side, None, asked, tried)
+        return self.setup(side, plain.local.lr * factor, asked, tried) if self.tuned(side) else plain
+
+    def told(self, side: Side) -> str:
+        """What was chosen for a side, in words."""
+        factor = f" × {self.chosen[side]:g}" if self.tuned(side) else ""
+        return " ".join([side.method + factor, *(f"{k}={v}" for k, v in self.settled.get(side, {}).items())])
 
 
 def best(tried: Mapping[float, float]) -> float:

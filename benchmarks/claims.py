@@ -11,11 +11,20 @@ the first or last of them, the next is tried, too, down to 0.003 and up to 30), 
 first seed, what the measure reports (P and what is scored by personal models: the personal model; G and others: the shared
 one; C: their mean). Then all seeds are run with it. The 95 % interval is Student's t over the differences by seed.
 
-Verdicts: "holds" and "does not hold" where the interval says so; "not decided" where the interval has both; "not tested" in
-place of the last two where the mechanism did not act, and where data are missing, where a method failed, or where one that
-must have learned for a comparison to mean anything (`needs`) did not. Runs are kept in --out, and those that are there are
-not repeated. --write puts what was measured into benchmarks/claims/measured.json, where the figures of other claims stay,
-and writes the document from all of it.
+Each comparison has a smallest effect of interest, fixed before it is run (`margin`, else INTEREST; where the paper's own
+difference is smaller, that one). Verdicts, by the interval [low, high] of left − right and that effect δ:
+
+    >   holds: low > 0 and high ≥ δ     does not hold: high < δ      (< with the signs turned)
+    >=  holds: low ≥ −δ                 does not hold: high < −δ
+    ~   holds: −δ ≤ low, high ≤ δ       does not hold: low > δ or high < −δ
+
+and "not decided" otherwise; the document says which difference the seeds would have found with a power of 80 %. "not
+tested" takes the place of all three where the mechanism missed its threshold, where data are missing, where a method failed,
+or where one that must have learned for a comparison to mean anything (`needs`) did not. Both sides of a comparison mean the
+same: what they do not share is named in `settings` of a side, or belongs to the method in the paper (papers/protocol.py; a
+test). Updates are not cut short (bound=0). Runs are kept in --out, and those that are there are not repeated. --write puts
+what was measured into benchmarks/claims/measured.json, where the figures of other claims stay, and writes the document from
+all of it.
 """
 
 from __future__ import annotations
@@ -45,10 +54,22 @@ from fedvlm.training.folder import RunFolder
 FOLDER = Path(__file__).parent / "claims"
 RECORD = FOLDER / "measured.json"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "claims.md"
-PAPERS = ("fedclip", "fedot", "fft-gp", "feddtl", "focoop")
+PAPERS = ("fedclip", "premise", "fedot", "fft-gp", "feddtl", "focoop")  # premise: see its file
 SEEDS = (50, 77, 98, 11, 12)
 PERCENT = ("G", "P", "C", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
 HOLDS, FAILS, OPEN, UNTESTED = VERDICTS
+INTEREST = {  # smallest effect of interest by measure, in its unit; of others a point
+    "auroc": 2.0,
+    "fpr95": 3.0,
+    "cosine": 0.02,
+    "condition": 0.05,
+    "gap_variance": 1e-4,
+    "mean_spread": 1e-4,
+    "curvature": 0.02,
+    "variance": 5e-4,
+    "worst": 0.01,
+    "mb": 0.1,
+}
 
 
 class Outcome(NamedTuple):
@@ -70,7 +91,8 @@ class Claim:
     acted: bool = False
     lacking: str = ""  # what must have learned, and did not
     reason: str = "not run"  # why it is not tested, or not all of it was run
-    measured: str = ""  # when, at which commit, how many seeds
+    measured: str = ""  # when, at which commit
+    seeds: int = 0
 
     @property
     def name(self) -> str:
@@ -81,19 +103,30 @@ class Claim:
         found = self.content["compare"]
         return found if isinstance(found, list) else [found]
 
-    def sides(self, one: Mapping[str, Any]) -> tuple[Side, Side]:
+    def sides(self, one: Mapping[str, Any]) -> tuple[Side, ...]:
+        """Left and right; a right that is a `value` has no runs."""
         keys = {**self.content.get("keys", {}), **one.get("keys", {})}
-        left, right = (Side.of(one[s], self.content["data"], keys, one["measure"]) for s in ("left", "right"))
-        return left, right
+        given = [one[s] for s in ("left", "right") if "value" not in one[s]]
+        return tuple(Side.of(side, self.content["data"], keys, one["measure"]) for side in given)
 
     @property
     def verdict(self) -> str:
-        """Of all comparisons; a claim that fails was tested only if its mechanism was seen to act."""
-        verdicts = {judgement(one, found) for one, found in zip(self.compared, self.outcomes, strict=False)}
-        if len(self.outcomes) < len(self.compared) or self.lacking:
+        """Of all comparisons; nothing was tested where the mechanism was not seen to act."""
+        if len(self.outcomes) < len(self.compared) or self.lacking or not self.acted:
             return UNTESTED
-        found = HOLDS if verdicts == {HOLDS} else FAILS if FAILS in verdicts else OPEN
-        return found if found == HOLDS or self.acted else UNTESTED
+        found = {
+            verdict_of(one["relation"], o.difference, o.half, margin)
+            for one, o, margin in zip(self.compared, self.outcomes, self.margins, strict=True)
+        }
+        return HOLDS if found == {HOLDS} else FAILS if FAILS in found else OPEN
+
+    @property
+    def margins(self) -> list[float]:
+        """The smallest effect of interest of each comparison."""
+        printed = self.content.get("paper") or {}
+        pairs = printed if isinstance(printed, list) else [printed] * len(self.compared)
+        pairs = [*pairs, *[{}] * (len(self.compared) - len(pairs))]  # not of all comparisons the paper has numbers
+        return [interest(one, pair) for one, pair in zip(self.compared, pairs, strict=True)]
 
     @property
     def why(self) -> str:
@@ -101,7 +134,17 @@ class Claim:
             return ""
         if len(self.outcomes) < len(self.compared):
             return self.reason
-        return f"{self.lacking} did not learn" if self.lacking else "the mechanism was not seen to act"
+        return f"{self.lacking} did not learn" if self.lacking else f"the mechanism did not act: {self.missed}"
+
+    @property
+    def missed(self) -> str:
+        """What the mechanism's records show where they miss their threshold."""
+        asked = zip(self.content.get("mechanism", []), self.seen, strict=False)
+        return ", ".join(
+            f"{name} {'not recorded' if value is None else f'{value:.3g}'}, not {one['relation']} {one['value']:g}"
+            for one, (name, value) in asked
+            if not fitting(one, value)
+        )
 
     @property
     def effects(self) -> str:
@@ -121,8 +164,9 @@ class Claim:
             return
         self.outcomes = [Outcome(**one) for one in entry.outcomes]
         self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
-        self.lacking = entry.lacking
+        self.lacking, self.seeds = entry.lacking, len(entry.seeds)
         cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
+        cut += f", bound={entry.bound:g}" if entry.bound else ""
         self.measured = f"{entry.date} at {entry.commit}, {len(entry.seeds)} seeds{cut}"
         self.measured += f", lr {entry.factors}" if entry.factors else ""
 
@@ -155,7 +199,7 @@ def of_run(run: RunFolder, name: str) -> float:
     rounds = [v for r in run.rounds() if (v := value_of(r, name)) is not None]
     if name == "cosine":
         return float(np.mean(rounds)) if rounds else math.nan
-    if name == "gap_variance":
+    if name in ("gap_variance", "mean_spread", "ga_spread", "faa_spread", "curvature"):
         return float(np.mean(rounds[len(rounds) // 2 :])) if rounds else math.nan
     by_client = last.get(name)
     if isinstance(by_client, dict):
@@ -174,18 +218,25 @@ def outcome(left: dict[int, float], right: dict[int, float]) -> Outcome | None:
     return Outcome(a, b, mean, half)
 
 
-def judgement(one: Mapping[str, Any], found: Outcome) -> str:
-    return verdict_of(one["relation"], found.difference, found.half, float(one.get("margin", 0)))
+def interest(one: Mapping[str, Any], printed: Mapping[str, Any]) -> float:
+    """The smallest effect of interest of a comparison."""
+    if "margin" in one:
+        return float(one["margin"])
+    usual = INTEREST.get(one["measure"].partition("@")[0], 1.0)
+    paper = abs(printed["left"] - printed["right"]) if {"left", "right"} <= printed.keys() else usual
+    comparable = (
+        one["relation"] in "<>" and paper > 0 and one["measure"] not in ("mb", "parameters", "variance", "worst")
+    )
+    return min(usual, paper) if comparable else usual
 
 
 def verdict_of(relation: str, mean: float, half: float, margin: float) -> str:
-    low, high = mean - half, mean + half
-    if relation == "<":
-        low, high = -high, -low
+    """By the interval mean ± half of left − right and the smallest effect of interest."""
+    low, high = (-mean - half, -mean + half) if relation == "<" else (mean - half, mean + half)
     if relation in ("<", ">"):
-        return HOLDS if low > 0 else FAILS if high < 0 else OPEN
+        return FAILS if high < margin else HOLDS if low > 0 else OPEN
     if relation == ">=":
-        return HOLDS if high >= 0 else FAILS
+        return HOLDS if low >= -margin else FAILS if high < -margin else OPEN
     if relation == "~":
         return HOLDS if -margin <= low and high <= margin else FAILS if low > margin or high < -margin else OPEN
     raise ValueError(relation)
@@ -233,7 +284,9 @@ def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
     found = []
     for run, last in zip(runs, last_rounds(runs), strict=True):
         entry: object = last.get("effects", {}).get(name, last.get(name))
-        if name == "learned":
+        if name == "untrained":
+            entry = on_training_images(next(iter(run.rounds())), "shared")
+        elif name == "learned":
             entry = on_training_images(last, "shared") - on_training_images(next(iter(run.rounds())), "shared")
         elif name == "fitted":
             entry = on_training_images(last, "personal") - on_training_images(last, "shared")
@@ -258,7 +311,12 @@ def check(claim: Claim, study: Study) -> None:
             missing = f"{lacking_data[0]} was not given" if lacking_data else f"{side.method} was not run"
             claim.reason = study.failed.get(side, missing)
             return
-        found = outcome(*(values(study.runs[s], one["measure"]) for s in sides))
+        left, *right = (
+            values(study.runs[s], one[name].get("measure", one["measure"]))
+            for s, name in zip(sides, ("left", "right"), strict=False)
+        )
+        against = right[0] if right else dict.fromkeys(left, float(one["right"].get("value", 0)))
+        found = outcome({seed: one.get("times", 1) * value for seed, value in left.items()}, against)
         if found is None:
             claim.reason = f"{one['measure']} was not recorded by both"
             return
@@ -282,11 +340,12 @@ def measured(claim: Claim, study: Study) -> Entry:
         backbone=", ".join(sorted({r.backbone.name for r in records})),
         split=", ".join(sorted(splits)),
         outcomes=tuple({k: getattr(o, k) for k in FIGURES} for o in claim.outcomes),
+        bound=max((float(str(r.config["bound"])) for r in records), default=0.0),
         seen=tuple(claim.seen),
         acted=claim.acted,
         reason=claim.reason,
         lacking=claim.lacking,
-        factors=", ".join(dict.fromkeys(f"{s.method} × {study.chosen[s]:g}" for s in sides if study.tuned(s))),
+        factors=", ".join(dict.fromkeys(study.told(s) for s in sides if study.tuned(s) or s.choices)),
     )
 
 
@@ -309,6 +368,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="at most so many; 0: as the claims say")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one per core")
     parser.add_argument("--out", type=Path, default=Path("runs/claims"))
+    parser.add_argument(
+        "--add", nargs="*", type=Path, default=[], help="runs nothing: records of other machines to take in"
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--read", action="store_true", help="run nothing: judge what --out has")
     parser.add_argument("--write", action="store_true", help="the record and docs/claims.md")
@@ -319,6 +381,8 @@ def main() -> None:
             ["paper", "id", "data", "claim"],
             [[c.paper, c.content["id"], c.content["data"], c.content["claim"]] for c in found],
         )
+    if args.add:
+        return publish(merged(load(RECORD), current({name: e for path in args.add for name, e in load(path).items()})))
     study = Study(args)
     study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
@@ -326,14 +390,23 @@ def main() -> None:
     shown_columns = [i for i, name in enumerate(HEAD) if name != "claim"]  # a terminal has no room for it
     console.rows([HEAD[i] for i in shown_columns], [[row[i] for i in shown_columns] for row in lines(found)])
     if args.write:
-        known = {c.name for c in claims(PAPERS, [])}
-        kept = {name: entry for name, entry in load(RECORD).items() if name in known}
         now = {c.name: measured(c, study) for c in found if c.outcomes}
-        entries = merged(kept, now)
+        entries = merged(load(RECORD), now)
         for name in (n for n in now if entries[n] is not now[n]):
             console.note(f"{name}: the record has more comparisons, seeds or rounds, and is kept")
-        save(RECORD, entries)
-        DOCUMENT.write_text(document(entries), encoding="utf-8")
+        publish(entries)
+
+
+def current(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Those of claims as they are defined now."""
+    known = {c.name: digest(c.content) for c in claims(PAPERS, [])}
+    return {name: entry for name, entry in entries.items() if known.get(name) == entry.definition}
+
+
+def publish(entries: Mapping[str, Entry]) -> None:
+    """Write record and document."""
+    save(RECORD, current(entries))
+    DOCUMENT.write_text(document(current(entries)), encoding="utf-8")
 
 
 if __name__ == "__main__":

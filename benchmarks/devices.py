@@ -129,7 +129,7 @@ def runs(home: Path, args: argparse.Namespace) -> None:
 
 def fedvlm(*words: str) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "fedvlm.cli", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "fedvlm", *words], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 def run_words(method: str, engine: str, folder: Path, data: Path) -> list[str]:
     words = ["run", method, f"data={data}", "unseen=noto", "rounds=30", "seed=7", f"engine={engine}", f"out={folder}"]
-    return [sys.executable, "-m", "fedvlm.cli", *words]
+    return [sys.executable, "-m", "fedvlm", *words]
 
 
 def bits(folder: Path) -> list[bytes]:
@@ -186,7 +186,7 @@ def server(seconds: int, place: Path) -> Outcome:
     import corpus
     from PIL import Image
 
-    call = [sys.executable, "-m", "fedvlm.cli", "encode-server", "backbone=mini-clip", "port=0"]
+    call = [sys.executable, "-m", "fedvlm", "encode-server", "backbone=mini-clip", "port=0"]
     log = (place / "server.log").open("w+")
     process = subprocess.Popen(call, stdout=log, stderr=subprocess.STDOUT)
     address, deadline = "", time.monotonic() + 120

@@ -94,7 +94,7 @@ class Federation:
         self.parties: dict[str, subprocess.Popen[bytes]] = {}
 
     def fedvlm(self, *words: str, check: bool = True) -> str:
-        call = [sys.executable, "-m", "fedvlm.cli", *words]
+        call = [sys.executable, "-m", "fedvlm", *words]
         done = subprocess.run(call, env=self.env, cwd=self.place, capture_output=True, text=True)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(words)}: {done.stderr[-2000:]}")
@@ -120,7 +120,7 @@ class Federation:
         more.append(f"rules={rules}")
         words = ["serve", str(kit)] if name == "server" else ["join", str(kit), f"data={images}", *more]
         log = (self.place / f"{name}.log").open("ab")
-        call = [sys.executable, "-m", "fedvlm.cli", *words, f"home={home}"]
+        call = [sys.executable, "-m", "fedvlm", *words, f"home={home}"]
         if self.network and name == self.sites[-1]:
             call = ["ip", "netns", "exec", self.network.name, *call]
         self.parties[name] = subprocess.Popen(call, env=env, cwd=self.place, stdout=log, stderr=log)
@@ -174,7 +174,7 @@ class Federation:
     def run(self, method: str, out: str, rounds: int = ROUNDS, *more: str) -> subprocess.Popen[bytes]:
         words = [*self.words(method, out, rounds), f"federation={self.place / 'kits' / 'admin.zip'}", *more]
         log = (self.place / f"{out}.log").open("ab")
-        call = [sys.executable, "-m", "fedvlm.cli", *words]
+        call = [sys.executable, "-m", "fedvlm", *words]
         return subprocess.Popen(call, env=self.env, cwd=self.place, stdout=log, stderr=log)
 
     def reference(self, method: str, engine: str, out: str, rounds: int = ROUNDS) -> None:

@@ -55,7 +55,7 @@ def figures(tree: Path) -> dict[str, str]:
         **{f"– {kind}": f"{kinds[kind]:,}" for kind in ("code", "docstrings", "comments", "blank")},
         **{f"– in {room}/": f"{count:,}" for room, count in sorted(lines_by_room(tree, sources).items())},
         "lines of tests": f"{sum(p.read_text('utf-8').count(chr(10)) for p in (tree / 'tests').rglob('*.py')):,}",
-        "modules beside the rooms": str(sum(p.name != "__init__.py" for p in (tree / "fedvlm").glob("*.py"))),
+        "modules beside the rooms": str(sum(not p.name.startswith("__") for p in (tree / "fedvlm").glob("*.py"))),
         "rooms in import cycles": str(len(in_cycles(imports(tree, parsed)))),
         "pairs of rooms that import upwards": str(upward(tree, imports(tree, parsed))),
         "lists of keys kept by hand": str(sum(lists_of_keys(parsed))),

@@ -111,7 +111,7 @@ def stopwatch(into: list[Took]) -> Iterator[None]:
 def fedvlm(*words: str) -> Took:
     took: list[Took] = []
     with stopwatch(took):
-        subprocess.run([sys.executable, "-m", "fedvlm.cli", *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "fedvlm", *words], check=True, stdout=subprocess.DEVNULL)
     return took[0]
 
 

@@ -21,7 +21,7 @@ import time
 
 import numpy as np
 import torch
-from study import mean_std, megabytes_per_round, run_each, standard_error
+from study import mean_std, megabytes_per_round, run_each
 
 from fedvlm.config import recipe
 from fedvlm.config.config import resolve
@@ -29,6 +29,7 @@ from fedvlm.core.records import MEASURES, Number, value_of
 from fedvlm.data.pool import Pools
 from fedvlm.evaluation.novel import MACRO
 from fedvlm.evaluation.protocols import matrix_row
+from fedvlm.report.gains import gain
 from fedvlm.system import console
 from fedvlm.training.folder import RunFolder
 
@@ -161,20 +162,17 @@ def values(scores: Scores, measure: str) -> list[float]:
 
 
 def print_claim(claim: str, measure: str, scores: dict[str, Scores], one: str, other: str) -> None:
-    """Whether `one` is above `other` by more than two standard errors of the differences seed by seed."""
+    """Whether `one` is above `other` by the rule of fedvlm/report/gains.py."""
     if one not in scores or other not in scores:
         return
     seeds = [s for s in scores[one] if s in scores[other]]
-    pairs = [(scores[one][s][measure], scores[other][s][measure]) for s in seeds]
-    known = [a - b for a, b in pairs if a is not None and b is not None]
-    if len(known) < len(pairs) or not known:
+    ours, theirs = ({s: v for s in seeds if (v := scores[name][s][measure]) is not None} for name in (one, other))
+    found = gain(ours, theirs)
+    if found is None or found.seeds < len(seeds):
         return
-    change, several = np.array(known), len(known) > 1
-    error = standard_error(change) if several else np.inf
-    verdict = "holds" if change.mean() > 2 * error else "reversed" if change.mean() < -2 * error else "not decided"
-    mean = f"{change.mean():+.2f}" + (f" ± {error:.2f}" if several else " (one seed)")
-    each = ", ".join(f"{c:+.2f}" for c in change)
-    print(f"{claim}: {one} against {other}, {measure} {mean} ({each}): {verdict}")
+    verdict = "holds" if found.above else "reversed" if found.below else "not decided"
+    each = ", ".join(f"{ours[s] - theirs[s]:+.2f}" for s in seeds)
+    print(f"{claim}: {one} against {other}, {measure} {found} ({each}): {verdict}")
 
 
 def reinforced_from(runs: list[RunFolder]) -> str:

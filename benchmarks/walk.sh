@@ -161,7 +161,7 @@ title "fedvlm, as installed on each machine, and the hospitals' images"
 mkdir -p "$place/code" "$place/bin"
 cp -r "$root/fedvlm" "$place/code/"
 find "$place/code" -name __pycache__ -prune -exec rm -rf {} +
-printf '#!/bin/sh\nexec "%s" -m fedvlm.cli "$@"\n' "$python" >"$place/bin/fedvlm"
+printf '#!/bin/sh\nexec "%s" -m fedvlm "$@"\n' "$python" >"$place/bin/fedvlm"
 chmod +x "$place/bin/fedvlm"
 "$python" - "$root/fedvlm/data/assets/emoji.zip" "$place" <<'PY'
 import sys, zipfile

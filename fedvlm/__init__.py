@@ -6,8 +6,9 @@ run.table(), run.figure(), run.predict("image.jpg", client="photo")
 fedvlm.bench(["fedot", "fedclip"], data="path/to/images", seeds=[50, 77, 98]).table()
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from fedvlm.system.lazy import lazy
 
 if TYPE_CHECKING:
     from fedvlm.api import Description as Description
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fedvlm.data.formats.arrays import dataset as dataset
     from fedvlm.errors import FedvlmError as FedvlmError
     from fedvlm.predict.predictor import Predictor as Predictor
+    from fedvlm.studies.choose import choose as choose
     from fedvlm.studies.comparison import bench as bench
 
 __version__ = "0.2.0"
@@ -30,20 +32,8 @@ _HOMES = {
     "fedvlm.data.formats.arrays": ("dataset",),
     "fedvlm.errors": ("FedvlmError",),
     "fedvlm.predict.predictor": ("Predictor",),
+    "fedvlm.studies.choose": ("choose",),
     "fedvlm.studies.comparison": ("bench",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
-
-
-def __getattr__(name: str) -> object:
-    """Public names are imported when first used, so that `import fedvlm` does not import torch."""
-    for home, names in _HOMES.items():
-        if name in names:
-            found = getattr(import_module(home), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module 'fedvlm' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 from helpers import CLASSES, STYLES, InProcess  # after the variables above: it imports all of fedvlm
 
 from fedvlm.data.source import EMOJI
+from fedvlm.towers import products
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,3 +66,13 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=["oneDNN", "MKL"])
+def library(request, monkeypatch) -> str:
+    """The products by either library. A model that was loaded has laid out its weights for one of them already."""
+    if request.param == "MKL":
+        monkeypatch.setattr(products, "onednn", lambda: None)
+    elif products.onednn() is None:
+        pytest.skip("a torch without oneDNN's operator")
+    return request.param

@@ -213,7 +213,7 @@ IMAGES = {
     "most.png": (bytes_of(png(2**31 - 1, 2**31 - 1, PIXELS8)), LARGE),
     "bomb.jpg": (bytes_of(jpeg_size(65_500, 65_500)), LARGE),
     "bomb.gif": (bytes_of(b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08\1\0\0;"), LARGE),
-    "bomb.webp": (bytes_of(webp_canvas(16_000, 16_000)), LARGE),
+    "bomb.webp": (bytes_of(webp_canvas(16_000, 16_000)), f"{LARGE}|{NOT_AN_IMAGE}"),
     "bomb.tif": (bytes_of(tiff(200_000, 200_000, (273, 4, 1, 0), (279, 4, 1, 8), data=bytes(8))), LARGE),
     "bomb.bmp": (bytes_of(bmp(200_000, 200_000)), LARGE),
     "bomb.ppm": (bytes_of(b"P6 99999 99999 255\n"), LARGE),

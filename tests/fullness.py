@@ -164,7 +164,7 @@ class Trials:
         call = [sys.executable, __file__, str(folder), str(room), *words]
         told = subprocess.run(call, capture_output=True, text=True, check=False)
         again = ["resume", str(folder)] if (folder / "run.json").exists() else words
-        subprocess.run([sys.executable, "-m", "fedvlm.cli", *again], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "fedvlm", *again], check=True, capture_output=True)
         return told.stderr, self.differences(folder)
 
     def differences(self, folder: Path) -> list[str]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +21,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from fedvlm.backbones import load
+from fedvlm.backbones.known import two_towers
+from fedvlm.backbones.preprocessing import Preprocessing
 from fedvlm.config import recipe
 from fedvlm.config.config import Config, Setup, resolve
 from fedvlm.config.keys import keys_of
@@ -42,6 +43,7 @@ from fedvlm.federation.engines.loopback import Inbox
 from fedvlm.federation.worker import SiteClient
 from fedvlm.parts import registry
 from fedvlm.rounds.method import Method
+from fedvlm.towers.modules import TwoTowers, VisionSizes, VisionTower
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers, Towers
 from fedvlm.training import train
@@ -201,8 +203,9 @@ def _tiny_tower(dtype: torch.dtype) -> ImageTower:
     )  # fmt: skip
     with drawn(7):
         model = CLIPVisionModelWithProjection(config).eval().requires_grad_(False).to(dtype)
-    norm = SimpleNamespace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.2))
-    return ImageTower(model.vision_model, model.visual_projection, norm)
+    vision = VisionTower(VisionSizes(4, 8, 1, 2, "quick_gelu", 1e-5, 8, 4), "clip").to(dtype).requires_grad_(False)
+    vision.load_state_dict(model.vision_model.state_dict())
+    return ImageTower(vision, model.visual_projection, Preprocessing((0.5, 0.4, 0.3), (0.2, 0.3, 0.2)))
 
 
 @lru_cache
@@ -214,7 +217,7 @@ def tiny_reader() -> TextTower:
     text = size | {"max_position_embeddings": 12, "vocab_size": 49408}
     with drawn(8):
         model = CLIPModel(CLIPConfig(text_config=text, vision_config=size, projection_dim=16))
-    return TextTower.of(model.eval(), load("mini-clip").tokenizer).to(dtype=torch.float64)
+    return TextTower.of(ours(model), load("mini-clip").tokenizer).to(dtype=torch.float64)
 
 
 @lru_cache
@@ -233,6 +236,11 @@ def tiny_clip(layers: int = 2) -> CLIPModel:
     return model.eval().requires_grad_(False)
 
 
+def ours(model: CLIPModel) -> TwoTowers:
+    """A CLIP of transformers', with its weights in our own modules."""
+    return two_towers("a test", model.config.to_dict(), model.state_dict())
+
+
 def tiny_whole() -> WholeModel:
     """All of `tiny_clip`, in the default dtype."""
     return _tiny_whole(torch.get_default_dtype())
@@ -243,8 +251,8 @@ def _tiny_whole(dtype: torch.dtype) -> WholeModel:
     from fedvlm.backbones.hf import ImageTower
     from fedvlm.towers.whole import WholeModel
 
-    model = copy.deepcopy(tiny_clip()).to(dtype)
-    norm = SimpleNamespace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.2))
+    model = ours(copy.deepcopy(tiny_clip()).to(dtype))
+    norm = Preprocessing((0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
     image = ImageTower(model.vision_model, model.visual_projection, norm)
     return WholeModel(image, model, load("mini-clip").tokenizer)
 
@@ -252,7 +260,8 @@ def _tiny_whole(dtype: torch.dtype) -> WholeModel:
 @lru_cache
 def tiny_towers() -> Towers:
     """Both towers of `tiny_clip`."""
-    return Towers(ImageLayers.of(tiny_clip()), TextTower.of(tiny_clip(), load("mini-clip").tokenizer))
+    model = ours(tiny_clip())
+    return Towers(ImageLayers.of(model), TextTower.of(model, load("mini-clip").tokenizer))
 
 
 # Methods

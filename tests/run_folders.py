@@ -91,11 +91,11 @@ def write(
     return run
 
 
-def many(root: Path) -> list[RunFolder]:
+def many(root: Path, seeds: tuple[int, ...] = (1, 2)) -> list[RunFolder]:
     """Three targets × two seeds; methods that needed different numbers of rounds; one that shares nothing."""
     runs = []
     for target in DOMAINS:
-        for seed in (1, 2):
+        for seed in seeds:
             runs += [write(root, "zero-shot", target, seed, 0), write(root, "fedavg", target, seed, 3, budget=7)]
             runs += [write(root, "fedot", target, seed, 7)]
             runs += [write(root, "local-only", target, seed, 3, shares=False, budget=7)]
@@ -106,6 +106,7 @@ CASES = {
     "one run, names with $": lambda root: [write(root, "fedavg", "a$^", domains=("a$^", "$b", "c"))],
     "frozen only": lambda root: [write(root, "zero-shot", "art", rounds=0)],
     "many": many,
+    "three seeds": lambda root: many(root, (1, 2, 3)),
     "no client held out": lambda root: [write(root, "zero-shot", rounds=0), write(root, "fedavg")],
     "nothing shared": lambda root: [write(root, "local-only", d, shares=False) for d in DOMAINS],
     "nine methods": lambda root: [write(root, f"method-{k}-of-a-long-name", "art", k) for k in range(9)],

@@ -7,6 +7,7 @@ missing column. Imports nothing heavy.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,9 @@ OTHER = {  # measure → the smallest and the largest number that it can be
     "cosine": (-1.0, 1.0),
     "condition": (1.0, 1e6),
     "gap_variance": (0.0, 1e6),
+    "mean_spread": (0.0, 1e6),
+    "ga_spread": (0.0, 1e6),
+    "faa_spread": (0.0, 1e6),
     "seconds": (0.0, 1e7),
     "mb": (0.0, 1e6),
     "parameters": (0.0, 1e12),
@@ -62,7 +66,8 @@ class Row:
     title: str
     method: str  # "": none in fedvlm
     on: str
-    settings: Settings
+    settings: Settings  # of the row, and of its method in this paper (`own`)
+    why: str  # why it has settings that other rows do not have
     missing: str  # why it cannot be run; "": it can
     note: str
     numbers: dict[str, Published]
@@ -80,6 +85,8 @@ class Part:
     data: str
     backbone: str  # "": none is needed
     keys: Settings  # of its runs
+    protocol: Settings  # the paper's, for runs whose parts have these keys
+    grid: str
     measures: tuple[str, ...]
     note: str
     missing: str
@@ -133,9 +140,7 @@ def _parts(paper: str) -> list[Part]:
     files = {PAPERS / f"{paper}.yaml": main["tables"]}
     if more.exists():
         files[more] = cast(published.Paper, recipe.parse(more, own=True))["tables"]
-    return [
-        _part(path, paper, main["paper"], cast(dict[str, Any], t)) for path, tables in files.items() for t in tables
-    ]
+    return [_part(path, paper, main, cast(dict[str, Any], t)) for path, tables in files.items() for t in tables]
 
 
 def find(paper: str, table: str, part: str = "") -> list[Part]:
@@ -168,7 +173,7 @@ def figures_of(text: str) -> set[str]:
     return {n for match in re.findall(r"Figures? [\d\w]+(?:(?:, | and | to )\d\w*)*", text) for n in numbers_of(match)}
 
 
-def _part(path: Path, paper: str, cited: str, table: dict[str, Any]) -> Part:
+def _part(path: Path, paper: str, main: published.Paper, table: dict[str, Any]) -> Part:
     where = f"{table.get('table', '?')} ({table.get('part') or table.get('data', '?')})"
     _only(path, where, table, PART_KEYS)
     for key in ("table", "caption", "data", "measures", "rows"):
@@ -183,12 +188,14 @@ def _part(path: Path, paper: str, cited: str, table: dict[str, Any]) -> Part:
     keys: Settings = table.get("run", {}) | table.get("settings", {}) | {"seeds": table.get("seeds", SEEDS)}
     keys |= {"rounds": table["rounds"]} if "rounds" in table else {}
     over = tuple(map(str, table.get("over", ())))
-    rows = tuple(_row(path, where, r, tuple(table["measures"]), bool(over)) for r in table["rows"])
+    own, cited = main.get("own", {}), main["paper"]
+    rows = tuple(_row(path, where, r, own, tuple(table["measures"]), bool(over)) for r in table["rows"])
     text = {k: str(table.get(k, "")) for k in ("table", "caption", "data", "backbone", "note", "missing")}
     name = table.get("part", table["data"])
     return Part(
         **text, paper=paper, cited=cited, name=name, keys=keys, measures=tuple(table["measures"]), rows=rows,
-        select=table.get("select", "last"), figure=figure, over=over, sets=tuple(table.get("sets", ())),
+        protocol=main.get("protocol", {}), grid=main.get("grid", ""), select=table.get("select", main.get("select", "last")),
+        figure=figure, over=over, sets=tuple(table.get("sets", ())),
     )  # fmt: skip
 
 
@@ -206,7 +213,9 @@ def runnable(part: Part) -> int:
     return sum(r.title in known for r in part.rows)
 
 
-def _row(path: Path, where: str, row: dict[str, Any], measures: tuple[str, ...], is_mean: bool) -> Row:
+def _row(
+    path: Path, where: str, row: dict[str, Any], own: Mapping[str, Any], measures: tuple[str, ...], is_mean: bool
+) -> Row:
     where = f"{where}: {row.get('title') or row.get('method', '?')}"
     _only(path, where, row, (*ROW_KEYS, *measures))
     method, missing = row.get("method", ""), row.get("missing", "")
@@ -217,8 +226,11 @@ def _row(path: Path, where: str, row: dict[str, Any], measures: tuple[str, ...],
             raise FedvlmError(f"{path}: {where}: {error}; or say why it is missing:") from None
     numbers = {m: _number(path, where, m, row[m]) for m in measures if m in row}
     label = " ".join(filter(None, (method, f"on={row['on']}" if "on" in row else "")))
+    usual = own.get(label, own.get(method, {}))
     texts = {"title": row.get("title", label), "method": method, "on": row.get("on", ""), "note": row.get("note", "")}
-    return Row(**texts, settings=row.get("settings", {}), missing=missing, numbers=numbers)
+    why = "; ".join(filter(None, (usual.get("why", ""), row.get("why", ""))))
+    settings = usual.get("settings", {}) | row.get("settings", {})
+    return Row(**texts, settings=settings, why=why, missing=missing, numbers=numbers)
 
 
 @cache

@@ -9,21 +9,15 @@ from statistics import fmean, stdev
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, value_of
 from fedvlm.evaluation.protocols import by_seed, matrix_row, matrix_summary, mean_if_complete
 from fedvlm.predict import questions
+from fedvlm.report.gains import quantile
 from fedvlm.training.folder import RunFolder
 from papers.manifest import PERCENT
-
-# Student's t at 97.5 % for 1, 2, … degrees of freedom
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
-NORMAL = 1.960
 
 
 def half_width(values: Sequence[float]) -> float | None:
     """Of the 95 % interval of a mean; None for a single value."""
     degrees = len(values) - 1
-    if degrees < 1:
-        return None
-    t = T[degrees - 1] if degrees <= len(T) else NORMAL + 2.5 / degrees  # within 0.002 of Student's
-    return float(t * stdev(values) / len(values) ** 0.5)
+    return float(quantile(degrees) * stdev(values) / len(values) ** 0.5) if degrees > 0 else None
 
 
 def seed_values(measure: str, runs: Sequence[RunFolder], names: Mapping[str, str], select: Select) -> list[float]:

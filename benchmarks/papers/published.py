@@ -17,6 +17,7 @@ ROW_KEYS = (
     "on",
     "also",
     "settings",
+    "why",
     "missing",
     "note",
 )  # of a row of a table, beside its measures
@@ -50,6 +51,9 @@ class Paper(TypedDict):
 
     paper: str
     title: str
+    protocol: Settings  # keys of all runs of the paper's tables, of those parts that have them
+    grid: str  # in words: which learning rates the paper tried, and by what it chose
+    own: dict[str, dict[str, Any]]  # by method: `settings` that its rows have instead, and `why`
     tables: list[PublishedTable]
 
 

@@ -25,10 +25,12 @@ from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.planning import single_runs
 from fedvlm.training.processes import RunsFailed
+from papers import protocol
 from papers.data import Found, other_backbone
 from papers.manifest import CURVES, PERCENT, Part, Published, Row, data_sets, members
 from papers.measures import half_width, seed_values
 
+MEANT = set(protocol.MEANING)
 COLUMNS = ["row", "measure", "ours", "95 %", "paper", "difference"]
 
 
@@ -93,17 +95,26 @@ def _planned(part: Part, row: Row, found: Found, given: Mapping[str, object], po
 
 def keys_of(part: Part, row: Row, found: Found, given: Mapping[str, object]) -> dict[str, object]:
     """The keys of a row's runs."""
-    keys: dict[str, object] = {**part.keys, **row.settings, **given, "data": found.path}
-    keys |= {"on": row.on} if row.on else {}
     axes = {axis: row.settings[axis] for axis in AXES if axis in row.settings}
     made = resolve(row.method, {"on": row.on, **axes}).parts
-    keys |= {k: v for k, v in found.smaller.items() if any(k in made[axis].settings for axis in AXES)}
+    has = {k for axis in AXES for k in made[axis].settings}
+    keys: dict[str, object] = {k: v for k, v in part.protocol.items() if k in has or k in catalogue.run_keys()}
+    keys |= {**part.keys, **row.settings, **given, "data": found.path}
+    keys |= {"on": row.on} if row.on else {}
+    keys |= {k: v for k, v in found.smaller.items() if k in has}
     keys |= {"outsiders": found.outsiders} if found.outsiders else {}
     if isinstance(keys.get("unseen"), list):
         keys["unseen"] = [found.names.get(u, u) for u in cast(list[str], keys["unseen"])]
     if resolve(row.method, {k: v for k, v in keys.items() if k != "rounds"}).config.rounds == 0:
         keys.pop("rounds", None)  # a method that trains nothing
     return keys
+
+
+def unlike_others(part: Part, setups: Mapping[str, Setup]) -> dict[str, dict[str, str]]:
+    """Of each row, in which keys its numbers mean something else than those of most rows."""
+    named = [set(r.settings) for r in part.rows if r.title in setups and setups[r.title].config.rounds]
+    meant = {title: protocol.meaning(s) for title, s in setups.items()}
+    return protocol.unlike(meant, set.intersection(*named, MEANT), [r.title for r in part.rows if r.why])
 
 
 def free_keys(part: Part) -> set[str]:
@@ -307,4 +318,10 @@ def notes(part: Part, planned: list[Planned], found: Found) -> list[str]:
             f"same protocol for all rows: {', '.join([budget, *more, scored])}; "
             "ours: mean over seeds, and the half width of its 95 % interval"
         )
+    why = {p.row.title: p.row.why for p in planned}
+    for title, keys in unlike_others(part, {p.row.title: p.setup for p in planned if p.setup}).items():
+        out.append(
+            f"{title} differs: {' '.join(f'{k}={v}' for k, v in keys.items())} ({why[title] or 'no reason is given'})"
+        )
+    out += [f"learning rates of the paper: {part.grid}"] if part.grid else []
     return out + ([f"paper: {part.note}"] if part.note else [])

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast, overload
+from typing import ClassVar, Generic, Self, TypeVar, cast
 
-import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
@@ -23,68 +22,21 @@ from torch.nn import functional as F
 
 from fedvlm.backbones.alone import each_alone
 from fedvlm.backbones.base import RAW, Backbone, Precision, ViewFormat
+from fedvlm.backbones.known import read_model, two_towers
 from fedvlm.backbones.model_folder import PREPROCESSING, ModelConfig, VisionConfig, fingerprint, loading, read_config
-from fedvlm.backbones.preprocessing import TwoSteps, in_two_steps
+from fedvlm.backbones.preprocessing import Preprocessing, read_preprocessing, settings_of
+from fedvlm.backbones.tokenizers import ClipTokenizer
+from fedvlm.backbones.weights import weight_files
 from fedvlm.errors import FedvlmError
 from fedvlm.system.timing import timed
 from fedvlm.towers.frozen import FrozenImages, FrozenTexts
+from fedvlm.towers.modules import TwoTowers
 from fedvlm.towers.products import fast_linear, tracing
-from fedvlm.towers.text import TextTower
+from fedvlm.towers.text import TextTower, Tokenizer, padded
 from fedvlm.towers.vision import ImageLayers, Towers
 from fedvlm.towers.whole import WholeModel
 
-if TYPE_CHECKING:  # transformers takes seconds to import: only where a model is loaded
-    from transformers import CLIPModel, CLIPTokenizer, PreTrainedModel  # noqa: F401  (ruff does not see type arguments)
-
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
-
-class Normalisation(Protocol):
-    """Mean and standard deviation per channel of pixels between 0 and 1."""
-
-    @property
-    def image_mean(self) -> Sequence[float]: ...
-
-    @property
-    def image_std(self) -> Sequence[float]: ...
-
-
-class Processor(Normalisation, Protocol):
-    """The preprocessing of images: the part of transformers' image processors that is used here."""
-
-    @overload
-    def __call__(
-        self, images: list[Image.Image], *, return_tensors: Literal["pt"], **options: bool
-    ) -> Mapping[str, Tensor]: ...
-
-    @overload
-    def __call__(
-        self, images: list[Image.Image], *, return_tensors: Literal["np"], **options: bool
-    ) -> Mapping[str, np.ndarray]: ...
-
-
-def clip_processor(folder: str | Path) -> Processor:
-    """CLIP's preprocessing by PIL, which gives the same pixels with and without torchvision installed."""
-    with timed("import"):
-        import transformers
-
-        # older versions have one class, which uses PIL
-        kind = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
-    return cast(Processor, kind.from_pretrained(folder))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and warnings; what is wrong with a model is an error here."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 @contextlib.contextmanager
@@ -98,7 +50,7 @@ def tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-Model = TypeVar("Model", bound="PreTrainedModel")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class HuggingFaceModel(Generic[Model]):
@@ -108,7 +60,6 @@ class HuggingFaceModel(Generic[Model]):
     safe_in_threads = True
     precision: Precision = "full"
     full: Self | None = None  # the same model in full precision, whose weights this one uses
-    kind: ClassVar[str]  # name of the class in transformers
 
     def __init__(self, name: str, folder: Path):
         with timed("load"):
@@ -125,24 +76,7 @@ class HuggingFaceModel(Generic[Model]):
 
     def load(self) -> Model:
         """A new copy of the frozen model, float32 on the CPU."""
-        with timed("import"):
-            import transformers
-
-        kind: type[Model] = getattr(transformers, self.kind)
-        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        with loading(self.folder), quiet():
-            model, info = cast(
-                tuple[Model, dict[str, Sequence[str]]],
-                kind.from_pretrained(self.folder, dtype=torch.float32, **options),
-            )
-        missing = sorted(k for k in info["missing_keys"] if "pooler" not in k)  # not used
-        if missing:  # transformers would fill them with random numbers
-            raise FedvlmError(
-                f"backbone={self.name}: {len(missing)} tensors are missing in its weights, such as {missing[0]}"
-            )
-        model.train(False)
-        model.requires_grad_(False)
-        return model
+        raise NotImplementedError
 
     @cached_property
     def device(self) -> torch.device:
@@ -163,9 +97,7 @@ class HuggingFaceModel(Generic[Model]):
             return self.frozen
         frozen = self.frozen
         with timed("load"):
-            model = copy.deepcopy(frozen)
-            cast(nn.Module, model).to(self.device)  # in place; transformers' own `to` is not typed
-        return model
+            return copy.deepcopy(frozen).to(self.device)
 
     def in_precision(self, precision: Precision) -> Backbone:
         made = copy.copy(self)
@@ -177,27 +109,22 @@ class HuggingFaceModel(Generic[Model]):
             return torch.autocast(self.device.type, torch.bfloat16)
         return tf32() if self.precision == "tf32" else contextlib.nullcontext()
 
-    @cached_property
-    def steps(self) -> TwoSteps | None:
-        return in_two_steps(self.processor)
+    def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
+        """The pixels of an image as uint8."""
+        return self.processor.pixels(image)
 
     def pixels(self, images: Sequence[Image.Image | Tensor]) -> Tensor:
-        """The pixel values of images, or of what `Clip.prepare` made of each of them."""
-        prepared = [image for image in images if isinstance(image, Tensor)]
-        if not prepared:
-            plain = cast(Sequence[Image.Image], images)
-            return self.processor(images=list(plain), return_tensors="pt")["pixel_values"].to(self.device)
-        if len(prepared) < len(images):
-            return torch.cat([self.pixels([image]) for image in images])
-        found = torch.stack(prepared)
+        """The pixel values of images, or of what `prepare` made of each of them."""
+        found = torch.stack([i if isinstance(i, Tensor) else self.processor.pixels(i) for i in images])
         if self.device.type == "cuda":
             found = found.pin_memory()  # so that the copy does not wait for what the device computes
-        found = found.to(self.device, non_blocking=True)
-        return self.steps.values(found) if self.steps and found.dtype == torch.uint8 else found
+        return self.processor.values(found.to(self.device, non_blocking=True))
 
     @cached_property
-    def processor(self) -> Processor:
-        raise NotImplementedError
+    def processor(self) -> Preprocessing:
+        with timed("load"), loading(self.folder):
+            given, kind = settings_of(self.folder), read_config(self.folder).get("model_type", "")
+            return read_preprocessing(f"backbone={self.name}", given, kind)
 
     def computed(
         self,
@@ -232,10 +159,8 @@ def logit_scale(name: str, folder: Path, files: Sequence[Path]) -> float:
     raise FedvlmError(f"backbone={name}: its weights hold no logit_scale, so it is not a CLIP model")
 
 
-class Clip(HuggingFaceModel["CLIPModel"]):
+class Clip(HuggingFaceModel[TwoTowers]):
     """A CLIP in Hugging Face format."""
-
-    kind = "CLIPModel"
 
     views: ClassVar[tuple[str, ...]] = ("embedding", RAW, "patches", "hidden", "pixels")
     towers: ClassVar[tuple[str, ...]] = ("image tower", "text tower", "both towers", "whole model")
@@ -253,29 +178,15 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         return read_config(self.folder)
 
     def weight_files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.safetensors"))
+        return weight_files(self.folder)
+
+    def load(self) -> TwoTowers:
+        return two_towers(self.name, *read_model(self.folder))
 
     @cached_property
-    def processor(self) -> Processor:
+    def tokenizer(self) -> Tokenizer:
         with timed("load"), loading(self.folder):
-            return clip_processor(self.folder)
-
-    @cached_property
-    def tokenizer(self) -> CLIPTokenizer:
-        with timed("import"):
-            from transformers import CLIPTokenizer
-
-        with timed("load"), loading(self.folder):
-            tokenizer: CLIPTokenizer = CLIPTokenizer.from_pretrained(self.folder)
-        return tokenizer
-
-    def prepare(self, image: Image.Image, view: str) -> Image.Image | Tensor:
-        """The pixels of an image as uint8; CLIP's processor takes images one by one."""
-        if self.kind != Clip.kind:
-            return image
-        if self.steps:
-            return self.steps.pixels(image)
-        return image if view == "pixels" else self.processor(images=[image], return_tensors="pt")["pixel_values"][0]
+            return ClipTokenizer(self.folder)
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         return F.normalize(self.embeddings(images), dim=-1)
@@ -285,7 +196,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         return self.computed(images, self.embeddings_of, FrozenImages.embeddings)
 
     def embeddings_of(self, pixels: Tensor) -> Tensor:
-        found: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
+        found: Tensor = self.model.visual_projection(self.model.vision_model(pixels).pooler_output)
         return found
 
     @cached_property
@@ -307,9 +218,9 @@ class Clip(HuggingFaceModel["CLIPModel"]):
             return F.normalize(self.texts_together(phrases), dim=-1).cpu()
 
     def texts_together(self, phrases: Sequence[str]) -> Tensor:
-        # padding changes nothing: the tower is causal, and its output is read at the end-of-text token
-        tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt").to(self.device)
-        found: Tensor = self.model.text_projection(self.model.text_model(**tokens).pooler_output)
+        longest = self.model.text_model.config.max_position_embeddings
+        ids = padded(self.tokenizer.phrases(phrases, longest), self.tokenizer.pad_token_id).to(self.device)
+        found: Tensor = self.model.text_projection(self.model.text_model(ids).pooler_output)
         return found
 
     @cached_property
@@ -338,11 +249,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
             return self.hidden(images, self.layers_below(view))
         if view == "patches":
             return self.patches(images)
-        prepared = [self.prepare(i, view) if isinstance(i, Image.Image) else i for i in images]
-        if all(isinstance(i, Tensor) for i in prepared):
-            return torch.stack(cast(list[Tensor], prepared))
-        found = self.processor(images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt")
-        return found["pixel_values"].to(torch.uint8)
+        return torch.stack([i if isinstance(i, Tensor) else self.processor.pixels(i) for i in images])
 
     def patches(self, images: Sequence[Image.Image]) -> Tensor:
         """float16 [images, 1 + patches, dim]: the embedding, then the last layer's patch tokens after the same norm and
@@ -350,7 +257,7 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         code takes for a patch the last layer's output if each token attended to itself alone."""
 
         def together(pixels: Tensor) -> Tensor:
-            states = self.model.vision_model(pixel_values=pixels).last_hidden_state
+            states = self.model.vision_model(pixels).last_hidden_state
             found: Tensor = self.model.visual_projection(self.model.vision_model.post_layernorm(states))
             return found
 
@@ -372,17 +279,12 @@ class Clip(HuggingFaceModel["CLIPModel"]):
         """Activations [images, 1 + patches, width] after the first `layers` layers; 0: the input of the first."""
 
         def together(pixels: Tensor) -> Tensor:
-            x = self.first_layer_input(pixels)
+            x = self.model.vision_model.first_layer_input(pixels)
             for layer in self.model.vision_model.encoder.layers[:layers]:
-                x = layer(x, attention_mask=None)
+                x = layer(x)
             return x
 
         return self.computed(images, together, lambda tower, pixels: tower.hidden(pixels, layers))
-
-    def first_layer_input(self, pixels: Tensor) -> Tensor:
-        vision = self.model.vision_model
-        found: Tensor = vision.pre_layrnorm(vision.embeddings(pixels))
-        return found
 
     @cached_property
     def image_tower(self) -> ImageTower:
@@ -412,7 +314,7 @@ class ImageTower(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, vision: nn.Module, projection: nn.Linear | nn.Identity, processor: Normalisation):
+    def __init__(self, vision: nn.Module, projection: nn.Linear | nn.Identity, processor: Preprocessing):
         super().__init__()
         self.vision, self.projection = vision, projection
         for name, values in (("mean", processor.image_mean), ("std", processor.image_std)):
@@ -421,5 +323,5 @@ class ImageTower(nn.Module):
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`real`, which marks examples that are not padding, is ignored: there is no batch norm here."""
         x = ((x - self.mean) / self.std).to(next(self.vision.parameters()).dtype)
-        found = self.projection(self.vision(pixel_values=x).pooler_output)
+        found = self.projection(self.vision(x).pooler_output)
         return found, found

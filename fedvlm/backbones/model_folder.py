@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -167,9 +169,26 @@ def loading(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:  # whatever the files make transformers raise
         reason = f"{type(error).__name__}: {printable(error, 200)}"
+        if mixed := mixed_install():
+            raise FedvlmError(f"backbone={folder}: does not load ({reason}); {mixed}") from error
         raise FedvlmError(
             f"backbone={folder}: does not load ({reason}); is it complete, and in its own format?"
         ) from error
+
+
+def mixed_install() -> str:
+    """What is wrong where torchvision is of another version of torch, which breaks transformers; "" where nothing is."""
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        why = f"{type(error).__name__}: {printable(error, 100)}"
+        return (
+            f"torchvision {version('torchvision')} does not fit torch {version('torch')} ({why}), and fedvlm does not need "
+            "it: pip uninstall torchvision"
+        )
+    return ""
 
 
 def fingerprint(folder: Path) -> str:

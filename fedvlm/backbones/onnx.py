@@ -11,19 +11,17 @@ import glob
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from fedvlm.backbones.alone import each_alone
 from fedvlm.backbones.base import checked_embeddings
-from fedvlm.backbones.hf import clip_processor
+from fedvlm.backbones.preprocessing import read_preprocessing
 from fedvlm.core.records import parsed, read_text
 from fedvlm.errors import FedvlmError
 from fedvlm.system.allowed import absolute
@@ -60,12 +58,7 @@ class Onnx:
             raise FedvlmError(f"{self.label}: onnxruntime cannot load it ({error})") from error
         self.input, self.batch, height, width = self._input()
         config = _config(path.parent / SIDECAR, height, width, self.label)
-        with tempfile.TemporaryDirectory() as folder:  # the processor is built from a file, which may not exist
-            (Path(folder) / SIDECAR).write_text(json.dumps(config), "utf-8")
-            try:
-                self.processor = clip_processor(folder)
-            except (TypeError, ValueError) as error:
-                raise FedvlmError(f"{self.label}: {SIDECAR} is not in CLIP's format ({error})") from error
+        self.processor = read_preprocessing(f"{self.label}: {SIDECAR}", config, "clip")
         classes = path.parent / "classes.json"
         self.scale = _scale(classes, self.label) if classes.is_file() else 20.0
         self.fingerprint = _fingerprint(path, json.dumps([config, self.scale], sort_keys=True))
@@ -98,8 +91,7 @@ class Onnx:
     def _run(self, part: list[Image.Image]) -> Tensor:
         filled = part + part[-1:] * (self.batch - len(part) if self.batch else 0)
         try:
-            pixels = self.processor(images=filled, do_convert_rgb=True, return_tensors="np")["pixel_values"]
-            found = self.session.run(None, {self.input: pixels.astype(np.float32)})[0]
+            found = self.session.run(None, {self.input: self.processor(filled).numpy()})[0]
         except Exception as error:
             raise FedvlmError(f"{self.label}: onnxruntime failed; does {SIDECAR} fit the model? ({error})") from error
         return checked_embeddings(found, len(filled), f"{self.label}: its first output", self.dim)[: len(part)]
@@ -120,7 +112,7 @@ def _config(file: Path, height: int | None, width: int | None, source: str) -> d
     config = _json(file, source)
     needed = ["size", *CLIP_NORMALISATION, *(["crop_size"] if config.get("do_center_crop", True) else [])]
     missing = [k for k in needed if k not in config]
-    if missing:  # transformers would fill in defaults, which need not fit this model
+    if missing:  # CLIP's own values need not fit this model
         raise FedvlmError(f"{source}: {SIDECAR} lacks {', '.join(missing)}; add these fields")
     return config
 

@@ -1,8 +1,8 @@
 """Models in open_clip's format: a folder with open_clip_config.json and open_clip_model.safetensors.
 
-CLIP with a ViT (LAION's, MetaCLIP, DFN) becomes transformers' CLIP, and SigLIP transformers' SigLIP, so that every adapter
-for these works. Other image towers (CLIP's ResNet, EVA-02, timm's ViT) and BERT as the text tower (BiomedCLIP) give
-embeddings; prompts need CLIP's own text tower, with any image tower.
+CLIP with a ViT (LAION's, MetaCLIP, DFN) and SigLIP are computed by the modules for Hugging Face's format, so that every
+adapter for these works. Other image towers (CLIP's ResNet, EVA-02, timm's ViT) and BERT as the text tower (BiomedCLIP)
+give embeddings; prompts need CLIP's own text tower, with any image tower.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedvlm.backbones import ASSETS, BUNDLED
 from fedvlm.backbones.alone import each_alone
 from fedvlm.backbones.base import RAW, Backbone, ViewFormat
-from fedvlm.backbones.hf import Clip, HuggingFaceModel, Processor, logit_scale, quiet
+from fedvlm.backbones.hf import Clip, HuggingFaceModel, logit_scale
+from fedvlm.backbones.known import filled, sizes
 from fedvlm.backbones.model_folder import OPEN_CLIP_WEIGHTS, ModelConfig, loading
 from fedvlm.backbones.modified_resnet import ModifiedResNet
 from fedvlm.backbones.open_clip_config import OpenClipConfig, read_open_clip
-from fedvlm.backbones.open_clip_text import BertText, ClipText, clip_text_settings, clip_text_weights
+from fedvlm.backbones.open_clip_text import BertText, ClipText, clip_text_sizes
 from fedvlm.backbones.open_clip_weights import (
     CLIP_IMAGE,
     CLIP_TEXT,
@@ -33,17 +33,17 @@ from fedvlm.backbones.open_clip_weights import (
     SIGLIP_IMAGE,
     SIGLIP_TEXT,
     converted,
-    fill,
     text_weights,
 )
-from fedvlm.backbones.siglip import PaddedTokenizer, Siglip
+from fedvlm.backbones.preprocessing import Preprocessing
+from fedvlm.backbones.siglip import Siglip
 from fedvlm.backbones.timm_vit import ImageEncoder, heads_of
+from fedvlm.backbones.tokenizers import ClipTokenizer, SiglipTokenizer
+from fedvlm.backbones.weights import fill, read_weights
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
-from fedvlm.towers.text import TextTower
-
-if TYPE_CHECKING:
-    from transformers import CLIPModel, CLIPTokenizer
+from fedvlm.towers.modules import TextSizes, TextWithProjection, TwoTowers, VisionSizes
+from fedvlm.towers.text import TextTower, Tokenizer
 
 VOCABULARY = 49408  # of CLIP's own tokenizer
 # timm's SigLIP image towers with the tanh approximation of GELU; in the others it is exact
@@ -91,16 +91,16 @@ class InOpenClipFormat:
         assert self.open_clip.preprocessing  # reading the configuration checks it
 
     @cached_property
-    def processor(self) -> Processor:
-        return cast(Processor, self.open_clip.preprocessing)
+    def processor(self) -> Preprocessing:
+        return self.open_clip.preprocessing
 
     def weight_files(self) -> list[Path]:
         return [self.folder / OPEN_CLIP_WEIGHTS]
 
     def weights(self) -> Params:
         with loading(self.folder):
-            found = load_file(self.folder / OPEN_CLIP_WEIGHTS)
-        return {k: v.float() for k, v in found.items() if k not in SCALARS}
+            found = read_weights([self.folder / OPEN_CLIP_WEIGHTS])
+        return {k: v for k, v in found.items() if k not in SCALARS}
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -116,12 +116,10 @@ class OpenClipVit(InOpenClipFormat, Clip):
     """OpenAI's layout: a ViT and a causal text transformer."""
 
     @cached_property
-    def tokenizer(self) -> CLIPTokenizer:
+    def tokenizer(self) -> Tokenizer:
         return clip_tokenizer(self.name, self.folder, self.open_clip)
 
-    def load(self) -> CLIPModel:
-        from transformers import CLIPConfig, CLIPModel
-
+    def load(self) -> TwoTowers:
         config, weights = self.open_clip, self.weights()
         image, first = config.image, "visual.transformer.resblocks.0.mlp.c_fc.weight"
         vision = {
@@ -132,14 +130,13 @@ class OpenClipVit(InOpenClipFormat, Clip):
             "num_attention_heads": image.width // image.head_width,
             "intermediate_size": len(weights[first]) if first in weights else 4 * image.width,
             "hidden_act": activation_of(config),
+            "layer_norm_eps": 1e-5,
         }
-        text = clip_text_settings(config, weights, self.tokenizer, activation_of(config))
-        with loading(self.folder), quiet():
-            model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=config.model.embed_dim))
+        text = clip_text_sizes(self.name, config, weights, self.tokenizer, activation_of(config))
         ours = converted({k: v for k, v in weights.items() if k.startswith("visual.")}, CLIP_IMAGE)
         ours |= converted(text_weights(weights), CLIP_TEXT) | {"logit_scale": weights["logit_scale"]}
-        fill(model, ours, self.name)
-        return model
+        chosen, dim = sizes(self.name, VisionSizes, vision), config.model.embed_dim
+        return filled(self.name, lambda: TwoTowers(chosen, text, "clip", dim), ours)
 
 
 class OpenClipSiglip(InOpenClipFormat, Siglip):
@@ -158,25 +155,20 @@ class OpenClipSiglip(InOpenClipFormat, Siglip):
         return cast(ModelConfig, {"projection_dim": patch[0], "vision_config": vision})
 
     @cached_property
-    def tokenizer(self) -> PaddedTokenizer:
+    def tokenizer(self) -> Tokenizer:
         cleaning = (self.open_clip.text.tokenizer_kwargs or {}).get("clean")
         with loading(self.folder):
-            return PaddedTokenizer(self.folder, keeps_punctuation=cleaning != "canonicalize")
+            return SiglipTokenizer(self.folder, keeps_punctuation=cleaning != "canonicalize")
 
-    def load(self) -> CLIPModel:
-        from transformers import SiglipConfig, SiglipModel
-
+    def load(self) -> TwoTowers:
         weights, text = self.weights(), self.open_clip.text
-        timm = self.open_clip.image.timm_model_name or ""
-        vision = dict(self.vision_config)
-        width = int(self.vision_config["hidden_size"])
-        vision |= {
+        timm, width = self.open_clip.image.timm_model_name or "", int(self.vision_config["hidden_size"])
+        vision = dict(self.vision_config) | {
             "num_attention_heads": heads_of(width),
             "hidden_act": gelu(timm.startswith(TANH)),
             "layer_norm_eps": 1e-6,
+            "intermediate_size": len(weights["visual.trunk.blocks.0.mlp.fc1.weight"]),
         }
-        vision |= {"intermediate_size": len(weights["visual.trunk.blocks.0.mlp.fc1.weight"])}
-        eps = cast(float, (text.norm_kwargs or {}).get("eps", 1e-5))
         texts = {
             "vocab_size": text.vocab_size,
             "max_position_embeddings": text.context_length,
@@ -186,17 +178,13 @@ class OpenClipSiglip(InOpenClipFormat, Siglip):
             "intermediate_size": len(weights["text.transformer.resblocks.0.mlp.c_fc.weight"]),
             "projection_size": width,
             "hidden_act": gelu((text.act_kwargs or {}).get("approximate") == "tanh"),
-            "layer_norm_eps": eps,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            "layer_norm_eps": (text.norm_kwargs or {}).get("eps", 1e-5),
         }
-        with loading(self.folder), quiet():
-            model = SiglipModel(SiglipConfig(text_config=texts, vision_config=vision))
         ours = converted({k: v for k, v in weights.items() if k.startswith("visual.")}, SIGLIP_IMAGE)
         ours |= converted(text_weights(weights), SIGLIP_TEXT)
         ours |= {k: v for k, v in weights.items() if k.startswith("logit_")}
-        fill(model, ours, self.name)
-        return cast("CLIPModel", model)
+        one, other = sizes(self.name, VisionSizes, vision), sizes(self.name, TextSizes, texts)
+        return filled(self.name, lambda: TwoTowers(one, other, "siglip"), ours)
 
 
 class Pair(nn.Module):
@@ -229,7 +217,9 @@ class OpenClipPair(InOpenClipFormat, HuggingFaceModel[Pair]):
 
     def text_model(self, weights: Params) -> ClipText | BertText:
         config, tokenizer = self.open_clip, clip_tokenizer(self.name, self.folder, self.open_clip)
-        return ClipText(self.name, clip_text_weights(config, weights, tokenizer, activation_of(config)), tokenizer)
+        text = clip_text_sizes(self.name, config, weights, tokenizer, activation_of(config))
+        ours = converted(text_weights(weights), CLIP_TEXT)
+        return ClipText(filled(self.name, lambda: TextWithProjection(text, config.model.embed_dim), ours), tokenizer)
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
         return F.normalize(self.encode(images, RAW), dim=-1)
@@ -279,7 +269,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def activation_of(config: OpenClipConfig) -> str:
-    """transformers' name of the activation in open_clip's own transformers."""
+    """The activation in open_clip's own transformers."""
     return "quick_gelu" if config.model.quick_gelu else "gelu"
 
 
@@ -287,10 +277,8 @@ def gelu(tanh: bool) -> str:
     return "gelu_pytorch_tanh" if tanh else "gelu"
 
 
-def clip_tokenizer(name: str, folder: Path, config: OpenClipConfig) -> CLIPTokenizer:
+def clip_tokenizer(name: str, folder: Path, config: OpenClipConfig) -> ClipTokenizer:
     """The folder's tokenizer or, where it has none, CLIP's own, which open_clip has built in."""
-    from transformers import CLIPTokenizer
-
     own = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
     if not own and config.text.vocab_size != VOCABULARY:
         raise FedvlmError(
@@ -298,6 +286,4 @@ def clip_tokenizer(name: str, folder: Path, config: OpenClipConfig) -> CLIPToken
             "own; copy the model's tokenizer there"
         )
     with loading(folder):
-        found: CLIPTokenizer = CLIPTokenizer.from_pretrained(folder if own else ASSETS / BUNDLED)
-    found.model_max_length = config.text.context_length
-    return found
+        return ClipTokenizer(folder if own else ASSETS / BUNDLED)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fedvlm.backbones.known import sizes
 from fedvlm.backbones.model_folder import loading
 from fedvlm.backbones.open_clip_config import OpenClipConfig, TextSide
-from fedvlm.backbones.open_clip_weights import CLIP_TEXT, converted, fill, text_weights
+from fedvlm.backbones.open_clip_weights import text_weights
+from fedvlm.backbones.through_transformers import transformers_for
+from fedvlm.backbones.weights import fill
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
-
-if TYPE_CHECKING:
-    from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+from fedvlm.towers.modules import TextSizes, TextWithProjection
+from fedvlm.towers.text import Tokenizer, padded
 
 HEAD_WIDTH = 64  # of every published BERT; its configuration is not in the folder
 
 
-def clip_text_settings(
-    config: OpenClipConfig, weights: Params, tokenizer: CLIPTokenizer, activation: str
-) -> Mapping[str, int | str]:
-    """The settings of transformers' CLIPTextConfig."""
+def clip_text_sizes(
+    name: str, config: OpenClipConfig, weights: Params, tokenizer: Tokenizer, activation: str
+) -> TextSizes:
     text, inner = config.text, text_weights(weights).get("transformer.resblocks.0.mlp.c_fc.weight")
-    return {
+    given = {
         "vocab_size": text.vocab_size,
         "max_position_embeddings": text.context_length,
         "hidden_size": text.width,
@@ -34,35 +34,22 @@ def clip_text_settings(
         "num_attention_heads": text.heads,
         "intermediate_size": 4 * text.width if inner is None else len(inner),
         "hidden_act": activation,
-        "projection_dim": config.model.embed_dim,
-        "bos_token_id": tokenizer.bos_token_id,
+        "layer_norm_eps": 1e-5,
         "eos_token_id": tokenizer.eos_token_id,
     }
-
-
-def clip_text_weights(
-    config: OpenClipConfig, weights: Params, tokenizer: CLIPTokenizer, activation: str
-) -> tuple[Mapping[str, int | str], Params]:
-    """Settings and weights of transformers' CLIPTextModelWithProjection."""
-    settings = clip_text_settings(config, weights, tokenizer, activation)
-    return settings, converted(text_weights(weights), CLIP_TEXT)
+    return sizes(name, TextSizes, given)
 
 
 class ClipText(nn.Module):
-    model: CLIPTextModelWithProjection
-
-    def __init__(self, name: str, made: tuple[Mapping[str, int | str], Params], tokenizer: CLIPTokenizer):
-        from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
+    def __init__(self, model: TextWithProjection, tokenizer: Tokenizer):
         super().__init__()
-        settings, weights = made
-        self.model, self.tokenizer = CLIPTextModelWithProjection(CLIPTextConfig(**settings)), tokenizer
-        fill(self.model, weights, name)
+        self.model, self.tokenizer = model, tokenizer
 
     def forward(self, phrases: Sequence[str]) -> Tensor:
         """Embeddings [phrases, dim], not normalised."""
-        tokens = self.tokenizer(list(phrases), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
-        found: Tensor = self.model(**tokens).text_embeds
+        longest = self.model.text_model.config.max_position_embeddings
+        ids = padded(self.tokenizer.phrases(phrases, longest), self.tokenizer.pad_token_id)
+        found: Tensor = self.model(ids.to(self.model.text_projection.weight.device))
         return found
 
 
@@ -70,8 +57,7 @@ class BertText(nn.Module):
     """BERT's sizes are taken from its weights. What is read: the first token's last state, or the mean over tokens."""
 
     def __init__(self, name: str, folder: Path, text: TextSide, weights: Params):
-        from tokenizers import Tokenizer
-        from transformers import BertConfig, BertModel
+        from tokenizers import Tokenizer as Tokens
 
         super().__init__()
         if text.hf_pooler_type not in ("cls_last_hidden_state_pooler", "mean_pooler"):
@@ -91,20 +77,22 @@ class BertText(nn.Module):
         inside = {k.removeprefix("transformer."): v for k, v in weights.items() if k.startswith("transformer.")}
         inside = {k: v for k, v in inside.items() if not k.startswith("pooler.") and not k.endswith("position_ids")}
         words, positions = (inside[f"embeddings.{k}_embeddings.weight"] for k in ("word", "position"))
-        config = BertConfig(
-            vocab_size=len(words),
-            hidden_size=words.shape[1],
-            num_hidden_layers=1 + max(int(k.split(".")[2]) for k in inside if k.startswith("encoder.layer.")),
-            num_attention_heads=max(1, words.shape[1] // HEAD_WIDTH),
-            intermediate_size=len(inside["encoder.layer.0.intermediate.dense.weight"]),
-            max_position_embeddings=len(positions),
-            type_vocab_size=len(inside["embeddings.token_type_embeddings.weight"]),
-        )
-        self.model, self.mean = BertModel(config, add_pooling_layer=False), text.hf_pooler_type == "mean_pooler"
+        with transformers_for(f"backbone={name}: its text tower, BERT,") as transformers:
+            config = transformers.BertConfig(
+                vocab_size=len(words),
+                hidden_size=words.shape[1],
+                num_hidden_layers=1 + max(int(k.split(".")[2]) for k in inside if k.startswith("encoder.layer.")),
+                num_attention_heads=max(1, words.shape[1] // HEAD_WIDTH),
+                intermediate_size=len(inside["encoder.layer.0.intermediate.dense.weight"]),
+                max_position_embeddings=len(positions),
+                type_vocab_size=len(inside["embeddings.token_type_embeddings.weight"]),
+            )
+            self.model = transformers.BertModel(config, add_pooling_layer=False)
+        self.mean = text.hf_pooler_type == "mean_pooler"
         fill(self.model, inside, name)
         self.proj = projection({k.removeprefix("proj."): v for k, v in weights.items() if k.startswith("proj.")})
         with loading(folder):
-            self.tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.tokens = Tokens.from_file(str(folder / "tokenizer.json"))
         self.tokens.enable_truncation(text.context_length)
         self.tokens.enable_padding(pad_id=0)
 

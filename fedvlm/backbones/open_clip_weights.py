@@ -1,4 +1,4 @@
-"""The names of open_clip's (and, in image towers, timm's) weights as those of transformers' CLIP and SigLIP.
+"""The names of open_clip's (and, in image towers, timm's) weights as those of `towers.modules`.
 
 The models compute the same; query, key and value are one matrix there and three here.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
 
 from fedvlm.core.state import Params
-from fedvlm.errors import FedvlmError
 
 Names = Sequence[tuple[str, str]]  # beginnings of names: theirs, ours
 
@@ -95,31 +93,3 @@ def joined_pool(weights: Params) -> Params:
         for kind in ("weight", "bias")
     }
     return {k: v for k, v in weights.items() if k not in parts} | joined
-
-
-def fill(module: nn.Module, weights: Params, name: str) -> None:
-    """Exactly these weights into the module, or an error: something left over would be a part that is not computed."""
-    expected = module.state_dict()
-    weights = {k: _same_shape(v, expected.get(k)) for k, v in weights.items()}
-    wrong = sorted(k for k in expected.keys() & weights.keys() if expected[k].shape != weights[k].shape)
-    counters = {k for k in expected.keys() - weights.keys() if k.endswith("num_batches_tracked")}
-    lacking = sorted(expected.keys() - weights.keys() - counters)
-    for what, keys in (
-        ("lack", lacking),
-        ("also hold", sorted(weights.keys() - expected.keys())),
-        ("differ in", wrong),
-    ):
-        if keys:
-            raise FedvlmError(
-                f"backbone={name}: its weights {what} {keys[0]}"
-                + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
-                + ", so it is not of the layout that open_clip_config.json describes, or not of one that is known here"
-            )
-    module.load_state_dict(weights, strict=False)
-    module.train(False)
-    module.requires_grad_(False)
-
-
-def _same_shape(value: Tensor, like: Tensor | None) -> Tensor:
-    """A scalar, such as the logit scale, has one dimension in some models."""
-    return value.reshape(like.shape) if like is not None and value.numel() == like.numel() == 1 else value

@@ -73,6 +73,10 @@ COMMANDS = {
         "run several methods under the same protocol and compare them",
         (Argument("words", {"nargs": "+", "metavar": "METHOD|key=value"}), CSV, LATEX),
     ),
+    "choose": Command(
+        "find the method for your images: data= goal=new-clients|own-clients|both minutes=10 mb= private= methods=",
+        (PAIRS, CSV),
+    ),
     "compare": Command("print a table of finished runs", (RUNS, CSV, LATEX, SELECT, FAIR)),
     "report": Command(
         "write a self-contained HTML page of finished runs",
@@ -208,10 +212,11 @@ FIRST_STEPS = """\
 first steps:
   fedvlm demo                                         no data and no download needed
   fedvlm run fedot data=FOLDER --dry                  how your images are understood; trains nothing
+  fedvlm choose data=FOLDER                           which method for these images, in ten minutes
   fedvlm bench fedot fedclip fedavg data=FOLDER       a table of methods
   fedvlm run fedot --help                             every key of a method
 """
-GOES_ON = ("demo", "run", "bench", "resume")  # commands that, given again, go on where they stopped
+GOES_ON = ("demo", "run", "bench", "choose", "resume")  # commands that, given again, go on where they stopped
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 

@@ -26,12 +26,10 @@ DEFAULTS = {
 
 
 def conclude(runs: list[RunFolder], picture: Path) -> None:
-    """Prints the comparison with the frozen model in words, writes a figure and the page, and says how to open it."""
-    from fedvlm.report import figures, gains, tables
+    """Writes a figure and the page, and says how to open it."""
+    from fedvlm.report import figures
     from fedvlm.report.page import PageOptions, page
 
-    for verdict in gains.against_frozen(tables.summarise(runs)):
-        console.out.print(verdict, markup=False)
     figures.figure(runs, picture)
     folder = picture.parent
     written = folder / "demo.html"
@@ -42,7 +40,8 @@ def conclude(runs: list[RunFolder], picture: Path) -> None:
     except FedvlmError as error:  # without jinja2
         shown = f"no page: {error}\n"
     console.out.print(f"{shown}figure: {picture} · runs: {folder}", markup=False)
-    console.out.print(
-        f"next: fedvlm predict {runs[-1].folder} IMAGE · fedvlm report {folder} · fedvlm run fedot data=FOLDER --dry",
-        markup=False,
-    )
+    from fedvlm.studies.comparison import best_runs
+
+    best = best_runs(runs)[0].folder
+    for words in (f"predict {best} IMAGE", f"report {folder}", "choose data=FOLDER"):
+        console.line(f"next: fedvlm {words}")

@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    for package in ("torch", "transformers", "safetensors"):
+    for package in ("torch", "tokenizers", "safetensors"):
         try:
             importlib.import_module(package)
             yield Finding("ok", f"{package} {_version(package)}")
@@ -64,15 +64,13 @@ def _packages() -> Iterator[Finding]:
 
 def _torchvision() -> Finding:
     """A torchvision built for another version of torch makes transformers fail on import, with a message about `nms`."""
-    version = _version("torchvision")
-    if version is None:
-        return Finding("ok", "torchvision is not installed (fedvlm does not need it)")
-    try:
-        importlib.import_module("torchvision")
-        return Finding("ok", f"torchvision {version} with torch {_version('torch')}")
-    except Exception as error:
-        what = f"torchvision {version} does not fit torch {_version('torch')} ({type(error).__name__}: {error})"
+    from fedvlm.backbones.model_folder import mixed_install
+
+    if what := mixed_install():
         return Finding("broken", what, "pip uninstall torchvision (fedvlm does not need it)")
+    version = _version("torchvision")
+    known = f"torchvision {version} with torch {_version('torch')}" if version else "torchvision is not installed"
+    return Finding("ok", f"{known} (fedvlm does not need it)")
 
 
 def _folders() -> Iterator[Finding]:

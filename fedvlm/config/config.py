@@ -45,6 +45,7 @@ Partition = Literal[
     "domain-dirichlet",
     "pooled",
 ]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Proportion = Annotated[float, Range(0, 1_000_000)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 WEEKS = 1_000_000  # seconds; some systems cannot wait for more than 49 days
@@ -56,24 +57,23 @@ class DataKeys:
 
     purpose: ClassVar[Purpose] = "data"
 
-    data: str = default(
-        "emoji", "free", "path", "site"
-    )  # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
-    backbone: str = default(
-        "mini-clip", "free", "path", "site"
-    )  # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
-    encode: Literal["full", "tf32", "half"] = default(
-        "full", decisive=("tf32", "half")
-    )  # precision of encoding images: float32, TF32, bfloat16; the last two are faster on a GPU
+    # emoji, a folder, zip or .csv table of images, .tar shards, .jsonl (text), .safetensors
+    data: str = default("emoji", "free", "path", "site")
+    # mini-clip, a folder, a hub name, onnx:FILE, http(s)://…, python:…, or pixels:SIZE
+    backbone: str = default("mini-clip", "free", "path", "site")
+    # precision of encoding images: float32, TF32, bfloat16; the last two are faster on a GPU
+    encode: Literal["full", "tf32", "half"] = default("full", decisive=("tf32", "half"))
     template: str = "a photo of a {}"  # phrase for a class name; several (commas, FILE, clip) are averaged
     names: str = default("", "unbound", "path", "central")  # class names by folder, .json or .csv; "": the folders' own
     split_file: str = default("", "unbound", "path", "central")  # as split=FILE: CoOp's, with images, classes and split
     group: str = ""  # regular expression: files that agree in its first group (a patient) get the same split
     domains: Whole = default(0, "free", "site")  # use so many domains (sites, roles), drawn by a hash of names; 0: all
-    classes: tuple[str, ...] = default(
-        (), "free", "central", "classes"
-    )  # use only these classes: classes=dog,cat, or a file of names; empty: all
+    # use only these classes: classes=dog,cat, or a file of names; empty: all
+    classes: tuple[str, ...] = default((), "free", "central", "classes")
     stride: Count = default(8, "free")  # text: characters from one example to the next
+    duplicates: Literal["group", "drop", "keep"] = default(
+        "group", "unbound"
+    )  # the same image more than once: all copies in the same part of the split, left out, or as any other image
     broken: Literal["skip", "refuse"] = default("skip", "free")  # unreadable images: leave out and list them, or stop
 
 
@@ -92,9 +92,8 @@ class Layout:
     unseen: tuple[str, ...] = default((), "varies", "site")  # domains (or clients) that are held out of training
     unseen_split: Literal["test", "all"] = default("test", "central")  # images of unseen domains that are scored
     centre: Literal["none", "own"] = "none"  # own: each client, also a new one, subtracts the mean of its embeddings
-    score: Literal["own", "domain", "all"] = default(
-        "own", "central"
-    )  # test images to score on: the client's own, its domain's, or those of all clients that train
+    # test images to score on: the client's own, its domain's, those of all clients that train, or of held-out ones
+    score: Literal["own", "domain", "all", "unseen"] = default("own", "central")
 
 
 @dataclass(frozen=True)
@@ -103,18 +102,16 @@ class EvaluationKeys:
 
     purpose: ClassVar[Purpose] = "evaluation"
 
-    outsiders: str = default(
-        "", "path", "central", "classes"
-    )  # a folder of images of no class: records how well models detect them (auroc, fpr95)
-    corrupt: Annotated[int, Range(0, 75)] = default(
-        0, "classes"
-    )  # corrupted copies per test image (15 kinds × 5 severities); records cacc
-    metrics: tuple[str, ...] = default(
-        (), "free", "varies"
-    )  # further metrics to record: ece, macro_f1, or a file or module of your own
+    # a folder of images of no class: records how well models detect them (auroc, fpr95)
+    outsiders: str = default("", "path", "central", "classes")
+    # corrupted copies per test image (15 kinds × 5 severities); records cacc
+    corrupt: Annotated[int, Range(0, 75)] = default(0, "classes")
+    # further metrics to record: ece, macro_f1, or a file or module of your own
+    metrics: tuple[str, ...] = default((), "free", "varies")
+    # what is held out: what unseen= names, each domain in turn, or half of the classes
     protocol: Literal["one", "leave-one-domain-out", "base-to-novel"] = default(
         "one", "central", "classes", decisive=(OPEN,)
-    )  # what is held out: what unseen= names, each domain in turn, or half of the classes
+    )
     personal_split: Literal["test", "val"] = "test"  # images that P is measured on; val as in FFT-GP
     seed: Seed = default(50, "varies")  # draws splits, partitions, initial values and batches; same seed, same run
     seeds: tuple[Seed, ...] = default((), "unbound", "asker")  # several runs, one per seed
@@ -129,14 +126,12 @@ class TrainingKeys:
     values: Literal["tuned", "paper"] = default("tuned", "free")  # paper: ignore settings tuned for the backbone
     rounds: Whole = 50  # number of communication rounds; 0: no training
     participation: PositiveShare = 1.0  # share of clients that are asked per round
-    sampling: Literal["fixed", "poisson"] = (
-        "fixed"  # fixed: exactly that share of clients; poisson: each client independently
-    )
+    # fixed: exactly that share of clients; poisson: each client independently
+    sampling: Literal["fixed", "poisson"] = "fixed"
     dropout: Share = 0.0  # simulated failures: share of asked clients that do not answer
     quorum: Share = 0.5  # share of asked clients that must answer for a round to count
-    bound: NotNegative = default(
-        5.0, "tuned"
-    )  # updates longer than this multiple of the round's median are scaled down to it; 0: never
+    # updates longer than this multiple of the round's median are scaled down to it; 0: never
+    bound: NotNegative = default(5.0, "tuned")
     evaluate_every: Count = default(1, "selection")  # rounds between evaluations; the last round is always evaluated
 
 
@@ -146,23 +141,18 @@ class PrivacyKeys:
 
     purpose: ClassVar[Purpose] = "privacy"
 
-    dp: Literal["none", "client", "example"] = (
-        "none"  # differential privacy for each client or each example (docs/privacy.md)
-    )
+    # differential privacy for each client or each example (docs/privacy.md)
+    dp: Literal["none", "client", "example"] = "none"
     epsilon: Annotated[float, Range(0, 100)] = 0.0  # dp: target ε of the whole run; 0: none, noise_multiplier= is used
-    delta: Annotated[float, Range(0, 1, below=True)] = (
-        0.0  # dp: δ; 0: 1/n^1.1 for n clients (dp=example: n examples of the smallest client)
-    )
+    # dp: δ; 0: 1/n^1.1 for n clients (dp=example: n examples of the smallest client)
+    delta: Annotated[float, Range(0, 1, below=True)] = 0.0
     noise_multiplier: NotNegative = 0.0  # dp: standard deviation of the noise divided by clip_norm=; 0: from epsilon=
-    clip_norm: Positive = default(
-        1.0, "tuned"
-    )  # dp: norm to which a client's update (or an example's gradient) is clipped
-    clip_quantile: Annotated[float, Range(0, 1, below=True)] = default(
-        0.0, "tuned"
-    )  # dp=client: clip_norm= follows this quantile; 0: fixed
-    noise_at: Literal["server", "client"] = (
-        "server"  # dp=client: who adds the noise; client: needs no trust in the server
-    )
+    # dp: norm to which a client's update (or an example's gradient) is clipped
+    clip_norm: Positive = default(1.0, "tuned")
+    # dp=client: clip_norm= follows this quantile; 0: fixed
+    clip_quantile: Annotated[float, Range(0, 1, below=True)] = default(0.0, "tuned")
+    # dp=client: who adds the noise; client: needs no trust in the server
+    noise_at: Literal["server", "client"] = "server"
 
 
 @dataclass(frozen=True)
@@ -197,21 +187,16 @@ class OutputKeys:
 
     federation: str = default("", "asker")  # admin.zip of a federation: the run uses its sites (docs/federation.md)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: an NVIDIA GPU, if any, for networks and prompts
-    workers: Annotated[int, Range(1, 64)] = (
-        1  # stacked, serial: processes that share the clients of a run, over all GPUs
-    )
+    # stacked, serial: processes that share the clients of a run, over all GPUs
+    workers: Annotated[int, Range(1, 64)] = 1
     timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
-    grace: Annotated[float, Range(0, WEEKS)] = (
-        60.0  # loopback: seconds that the others still have once a quorum has answered
-    )
-    jobs: Whole = default(
-        0, "asker"
-    )  # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
+    # loopback: seconds that the others still have once a quorum has answered
+    grace: Annotated[float, Range(0, WEEKS)] = 60.0
+    # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
+    jobs: Whole = default(0, "asker")
     launcher: Literal["none", "slurm"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)
     launch: tuple[str, ...] = ()  # launcher: resources of a job, NAME:VALUE each, such as gpus_per_node:1
-    log: tuple[
-        Literal["tensorboard", "wandb", "mlflow"], ...
-    ] = ()  # trackers that also record the numbers of each round
+    log: tuple[Tracker, ...] = ()  # trackers that also record the numbers of each round
     out: str = default("", "asker")  # run: the run's folder; several runs: the folder that holds them
 
 

@@ -26,7 +26,7 @@ class Key(NamedTuple):
     name: str
     type: str  # int, float, str, bool
     default: Value
-    help: str = ""  # the comment behind the field
+    help: str = ""  # the comment behind the field or above it
     choices: tuple[str | int, ...] = ()  # the only values; () any
     length: int = 0  # 0: a single value; −1: any number of values; n: exactly n
     range: Range = Range()
@@ -147,7 +147,7 @@ def key_of(name: str, hint: object, default: Value, help: str) -> Key:
 
 
 def comments_of(cls: type) -> dict[str, str]:
-    """The comment behind each field, from the source of the class and its bases."""
+    """The comment behind each field, or above it, from the source of the class and its bases."""
     found: dict[str, str] = {}
     for kind in reversed(cls.__mro__):
         try:
@@ -157,10 +157,11 @@ def comments_of(cls: type) -> dict[str, str]:
         source = inspect.cleandoc("".join(lines)) if lines[0][:1].isspace() else "".join(lines)
         body = ast.parse(source).body[0]
         comments = comments_by_line(source)
+        end = body.lineno
         for node in getattr(body, "body", []):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
-                lines_of_it = range(node.lineno, node.end_lineno + 1)  # in brackets it may stand before the last line
-                comment = " ".join(comments[n] for n in lines_of_it if n in comments)
+            start, end = end + 1, node.end_lineno
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                comment = " ".join(comments[n] for n in range(start, end + 1) if n in comments)
                 found[node.target.id] = comment or found.get(node.target.id, "")
     return found
 

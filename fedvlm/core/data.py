@@ -36,9 +36,8 @@ class Extra(NamedTuple):
 
     x: Tensor
     y: Tensor | None = None
-    aligned: bool = (
-        False  # x[i] belongs to example i of the pool, and so to its client; else everybody may read all of it
-    )
+    # x[i] belongs to example i of the pool, and so to its client; else everybody may read all of it
+    aligned: bool = False
 
     def to(self, device: torch.device | str) -> Extra:
         return self._replace(x=self.x.to(device), y=None if self.y is None else self.y.to(device))

@@ -26,9 +26,8 @@ class Metric:
 
     lower_is_better: ClassVar[bool] = False
     percent: ClassVar[bool] = True  # tables show 100 × the value
-    extra: ClassVar[str] = (
-        ""  # measured where the data has extra examples of this name (outsiders=, corrupt=); "" always
-    )
+    # measured where the data has extra examples of this name (outsiders=, corrupt=); "" always
+    extra: ClassVar[str] = ""
     limits: ClassVar[tuple[float, float]] = (-math.inf, math.inf)  # of a statistic (additive ones: of one example);
     # a client that sends one outside is refused
     task_types: ClassVar[tuple[TaskType, ...]] = (CLASSIFICATION, NEXT_CHARACTER)

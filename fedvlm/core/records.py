@@ -94,8 +94,8 @@ class RoundRecord(TypedDict, total=False):
 
 
 def value_of(record: RoundRecord, name: str) -> Number:
-    """A number at the top level of a round's record; None where it was not recorded."""
-    entries: Mapping[str, object] = record
+    """A number at the top level of a round's record or among its effects; None where it was not recorded."""
+    entries: Mapping[str, object] = {**record.get("effects", {}), **record}
     found = entries.get(name)
     return found if isinstance(found, int | float) else None
 

@@ -18,6 +18,7 @@ from fedvlm.core.tasks import NEXT_CHARACTER
 from fedvlm.data import partition
 from fedvlm.data.centre import centred
 from fedvlm.data.columns import Words, column
+from fedvlm.data.duplicates import together
 from fedvlm.data.mapped import gathered
 from fedvlm.data.pool import Pool
 from fedvlm.data.source import NO_DOMAIN, Item
@@ -70,7 +71,7 @@ def shared_out(pool: Pool, layout: Layout, seed: int) -> Federation:
     if len(layout.split) != 3 or min(layout.split) < 0 or layout.split[0] <= 0:
         raise FedvlmError(f"split={layout.split} must be three shares, train above 0, such as 60,20,20")
     by_domain = pool.source.task_type is NEXT_CHARACTER  # a block of text holds many characters
-    part = split_of(items, domains if by_domain else labels, domains, seed, layout)
+    part = split_of(items, domains if by_domain else labels, domains, seed, layout, twins=pool.twins)
     base = np.flatnonzero(y < len(pool.task.classes))  # nobody holds examples of novel classes
     clients = column(items, "client")
     kind = _kind(layout, domains.only(base), clients.only(base))
@@ -114,26 +115,36 @@ def with_examples(federation: Federation, pool: Pool, layout: Layout) -> Federat
 
 
 def split_of(
-    items: Sequence[Item], strata: Sequence[str], domains: Sequence[str], seed: int, layout: Layout, first: int = 0
+    items: Sequence[Item],
+    strata: Sequence[str],
+    domains: Sequence[str],
+    seed: int,
+    layout: Layout,
+    first: int = 0,
+    twins: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The split of each item: as the data say, or else drawn."""
+    """The split of each item: as the data say, or else drawn, with copies of an image on one side."""
     groups = column(items, "group")
     if any(i.split for i in items[:1]):
         return partition.given_split(column(items, "split"), strata, domains, groups, seed, layout.split, first)
-    return partition.split(strata, domains, groups, seed, layout.split, first)
+    return together(partition.split(strata, domains, groups, seed, layout.split, first), twins)
 
 
 def with_shared_tests(federation: Federation, layout: Layout) -> Federation:
     """Each client with the test rows that score= says; rows that several clients are scored on are copied. The images of
-    held-out clients are only seen by held-out clients: what is trained and what is new are not mixed."""
+    held-out clients are only seen by held-out clients, unless score=unseen asks for them: what is trained and what is new
+    are not mixed."""
     if layout.score == "own":
         return federation
     d, names, unseen = federation.data, federation.names, federation.unseen
+    if layout.score == "unseen" and not unseen:
+        raise FedvlmError("score=unseen: nobody is held out; give unseen= or protocol=leave-one-domain-out")
 
     def tests(k: int) -> list[np.ndarray]:
         near = [j for j in range(len(names)) if federation.domains[j] == federation.domains[k]]
         group = near if layout.score == "domain" else range(len(names))
-        return [np.arange(d.bounds[j, 2], d.bounds[j, 3]) for j in group if (j in unseen) == (k in unseen)]
+        wanted = k in unseen or layout.score == "unseen"
+        return [np.arange(d.bounds[j, 2], d.bounds[j, 3]) for j in group if (j in unseen) == wanted]
 
     rows = [np.concatenate([np.arange(d.bounds[k, 0], d.bounds[k, 2]), *tests(k)]) for k in range(len(names))]
     ends = np.cumsum([len(r) for r in rows])
@@ -155,7 +166,7 @@ def own_data(pool: Pool, layout: Layout, seed: int, classes: Sequence[str], plac
     by_site = pool.source.task_type is NEXT_CHARACTER
     strata = [NO_DOMAIN] * len(items) if by_site else [i.label for i in items]
     before = place * (1 if by_site else len(classes))
-    part = split_of(items, strata, [""] * len(items), seed, layout, before)
+    part = split_of(items, strata, [""] * len(items), seed, layout, before, pool.twins)
     keep = partition.few_shot(y, np.zeros(len(y), np.int64), part, layout.shots, seed)
     order = np.lexsort((np.arange(len(y)), part))
     order = order[keep[order]]

@@ -17,18 +17,8 @@ if TYPE_CHECKING:
     from fedvlm.data.source import Source
 
 FOLDER = "folder"  # what no other format recognises
-IMAGES = {
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".bmp",
-    ".gif",
-    ".webp",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-}  # that every format may hold
+# files of images that every format may hold
+IMAGES = frozenset([".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"])
 
 
 class Options(NamedTuple):
@@ -111,7 +101,7 @@ def decoders() -> dict[str, Format]:
 
 @cache
 def image_endings() -> frozenset[str]:
-    return frozenset(IMAGES).union(*(one.endings for one in decoders().values()))
+    return IMAGES.union(*(one.endings for one in decoders().values()))
 
 
 def require_decoders(names: Iterable[str]) -> None:

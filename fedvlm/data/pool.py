@@ -23,6 +23,7 @@ from fedvlm.core.adapter import Adapter, NeedsNouns, Task
 from fedvlm.core.data import Extra
 from fedvlm.core.tasks import CLASSIFICATION, SEGMENTATION, TaskType
 from fedvlm.data.columns import Words, column
+from fedvlm.data.duplicates import copies_of, told, twins_of
 from fedvlm.data.formats.text import ALPHABET
 from fedvlm.data.images import BadImage, opened
 from fedvlm.data.mapped import mapped_rows
@@ -51,6 +52,8 @@ class Pool:
     extras: dict[str, Extra] = field(default_factory=dict)  # further examples to evaluate on
     view: str = ""  # of the images, as the adapter gets them; "": not of a backbone
     notes: tuple[str, ...] = ()  # what a user should know of the backbone
+    twins: np.ndarray | None = None  # of each image, the first with the same content; None: no copies, or they may part
+    copies: str = ""  # what a user should know of copies
 
 
 class Outline(NamedTuple):
@@ -95,6 +98,8 @@ class Pools:
         known = len(self.made)
         with console.progress("encoding") as update:
             pool = self.load(setup, lambda done, total: update(done, total=total))
+        if pool.copies:
+            self.say(f"data={pool.source.name}: {pool.copies}", console.warn)
         if len(self.made) > known:
             for name, why in list(pool.skipped.items())[:10]:
                 console.warn(f"left out: {name}: {why}")
@@ -140,7 +145,7 @@ def assemble(setup: Setup, outlined: Outline, progress: Progress | None = None) 
         return pool
     config, adapter, view = setup.config, setup.adapter, setup.adapter.view
     images = in_precision(backbone, config.encode)
-    pool = encoded(pool, images, config.broken, progress)
+    pool = encoded(pool, images, config.broken, progress, config.duplicates)
     if config.outsiders:
         pool = with_outsiders(pool, open_outsiders(config.outsiders), images, view)
     if isinstance(adapter, NeedsNouns):
@@ -208,8 +213,8 @@ def image_pool(
     return encoded(outlined, backbone, broken, progress)
 
 
-def encoded(pool: Pool, backbone: Backbone, broken: str, progress: Progress | None) -> Pool:
-    """The pool with features, without the images that cannot be read."""
+def encoded(pool: Pool, backbone: Backbone, broken: str, progress: Progress | None, duplicates: str = "keep") -> Pool:
+    """The pool with features, without the images that cannot be read; duplicates: what is done with copies."""
     source, view = pool.source, pool.view
     x, keys, skipped = features(source, backbone, broken, progress, view)
     y, mask_keys = None, list[bytes]()
@@ -219,6 +224,14 @@ def encoded(pool: Pool, backbone: Backbone, broken: str, progress: Progress | No
         pairs = zip(source.items, source.masks, strict=True)
         skipped |= {i.path: f"its mask: {bad[m.path]}" for i, m in pairs if m.path in bad} | misfits(source, broken)
     good = [k for k, item in enumerate(source.items) if item.path not in skipped]
+    twins, copies = twins_of([keys[k] for k in good]), ""
+    if twins is not None:
+        copies = told([source.items[k] for k in good], twins, duplicates)
+        if duplicates == "drop":
+            left_out = copies_of([source.items[k] for k in good], twins)
+            skipped |= {path: f"a copy of {first}" for path, first in left_out.items()}
+            good = [k for k, first in zip(good, twins.tolist(), strict=True) if good[first] == k]
+        twins = twins if duplicates == "group" else None
     if skipped:
         kept = tuple(source.masks[k] for k in good) if source.masks else ()
         source = replace(source, items=tuple(source.items[k] for k in good), masks=kept)
@@ -230,10 +243,12 @@ def encoded(pool: Pool, backbone: Backbone, broken: str, progress: Progress | No
             f"such as {next(iter(skipped))}; a classifier needs at least two"
         )
     used = [k[j] for j in good for k in (keys, mask_keys) if k]
-    mark = data_fingerprint(used, [described(i, source.tabular) for i in source.items])
+    grouped = ["duplicates=group"] if twins is not None else []
+    mark = data_fingerprint(used, [described(i, source.tabular) for i in source.items] + grouped)
     if skipped:  # a copy, of gigabytes where a row is an image's hidden states
         x, y = x[good], None if y is None else y[good]
-    return replace(pool, source=source, x=x, fingerprint=mark, backbone=named(backbone), skipped=skipped, y=y)
+    pool = replace(pool, source=source, x=x, fingerprint=mark, backbone=named(backbone), skipped=skipped, y=y)
+    return replace(pool, twins=twins, copies=copies)
 
 
 def described(item: Item, tabular: bool) -> str:

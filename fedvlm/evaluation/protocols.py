@@ -104,6 +104,23 @@ def by_seed(records: list[RunRecord], select: Select = "last") -> dict[int, Scor
     }
 
 
+def by_client(records: list[RunRecord], select: Select = "last") -> dict[str, dict[str, float]]:
+    """G, S and P of each client that was recorded: means over the runs in which it was held out, or trained."""
+    found: dict[str, dict[str, list[float]]] = {"G": defaultdict(list), "S": defaultdict(list), "P": defaultdict(list)}
+    for record in records:
+        split = "val" if record.config.get("personal_split") == "val" else "test"
+        for name, views in record.finished.at(select).get("clients", {}).items():
+            shared, personal = views.get("shared", {}), views.get("personal", {})
+            if name in record.finished.unseen:
+                known = {"G": shared.get("test")}
+            else:
+                known = {"S": shared.get(split), "P": personal.get(split)}
+            for metric, value in known.items():
+                if value is not None:
+                    found[metric][name].append(value)
+    return {m: {name: mean_or_none(values) for name, values in each.items()} for m, each in found.items()}
+
+
 def partial(records: list[RunRecord]) -> list[int]:
     """Seeds that miss a target that others have, and so are left out of the means."""
     return sorted({r.seed for r in records} - by_seed(records).keys())

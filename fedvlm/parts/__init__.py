@@ -5,8 +5,9 @@ does not import torch. Engines and sources of data are rooms above this one: the
 use of a name, by code that is none of this package's, imports one. Inside the package nothing but the code of users does.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from fedvlm.system.lazy import lazy
 
 if TYPE_CHECKING:
     from fedvlm.backbones.base import Backbone as Backbone
@@ -107,16 +108,4 @@ _HOMES = {
     "fedvlm.parts.registry": ("find",),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            found = getattr(import_module(home), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module 'fedvlm.parts' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -60,9 +60,8 @@ def explained(doing: str, *parts: object) -> Iterator[None]:
     except FedvlmError:
         raise
     except Exception as error:
-        full = (
-            isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        )  # torch's, not imported here
+        # torch's, not imported here
+        full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
         if full or not (text := described(error, doing, parts)):
             raise
         raise OwnPartFailed(text) from error

@@ -1,29 +1,60 @@
-"""What the columns of the page's tables mean, in one sentence each."""
+"""What is measured, and what the columns of tables mean: one definition each, for terminal, page and documents."""
 
 from __future__ import annotations
 
-MEANINGS = {
+from typing import NamedTuple
+
+
+class Measure(NamedTuple):
+    """A measure of a method: what its column is called, and what it is."""
+
+    word: str
+    meaning: str
+    letter: str = ""  # in the papers
+    unit: str = ""
+    lower: bool = False  # whether less is better
+
+    @property
+    def title(self) -> str:
+        return " ".join(x for x in (self.word, self.letter, self.unit, "↓" * self.lower) if x)
+
+
+DEFINED = {  # by the name that tables and CSV files use
+    "G": Measure("new clients", "the shared model on clients that nobody trained on", "G", "%"),
+    "P": Measure("own clients", "the clients that train, each with the model that it would use", "P", "%"),
+    "S": Measure("own, shared", "the clients that train, with the shared model", "S", "%"),
+    "C": Measure(
+        "all cells",
+        "mean over every domain of every run: one new domain and all own ones; no verdict uses it",
+        "C",
+        "%",
+    ),
+    "local": Measure("own classes", "own models on the classes that a client trains on", "local", "%"),
+    "base": Measure("classes trained on", "own models on all classes that any client trains on", "base", "%"),
+    "novel": Measure("new classes", "own models on the classes that no client trains on", "novel", "%"),
+    "hm": Measure("harmonic mean", "harmonic mean of base and novel", "hm", "%"),
+    "paper G/P/C": Measure("paper G/P/C", "what the method's paper reports, measured with another backbone", "", "%"),
+    "paper local/base/novel/hm": Measure(
+        "paper local/base/novel/hm", "what the method's paper reports, measured with another backbone", "", "%"
+    ),
+    "shared base/novel/hm": Measure("shared base/novel/hm", "base, novel and hm of the shared model", "", "%"),
+    "worst": Measure("worst client", "own clients: the worst one, or the mean of the worst tenth of many", "", "%"),
+    "gap variance": Measure(
+        "gap variance", "variance over clients of the generalisation gap, second half of the rounds", lower=True
+    ),
+    "corrupted": Measure("corrupted", "own clients on corrupted images", "", "%"),
+    "AUROC": Measure("AUROC", "how well outsiders are told from known images: area under the ROC curve", "", "%"),
+    "FPR95": Measure(
+        "FPR95", "outsiders taken for known images where 95 % of the known ones are accepted", "", "%", lower=True
+    ),
+    "rounds": Measure("rounds", ""),
+    "MB": Measure("sent", "sent in both directions, all clients together, whole run", "", "MB", lower=True),
+    "seconds": Measure("seconds", "of a run, mean over runs", lower=True),
+    "shared": Measure("shared params", "numbers that are sent"),
+    "private": Measure("private params", "numbers that stay on a client"),
+}
+MEANINGS = {name: measure.meaning for name, measure in DEFINED.items() if measure.meaning} | {
     "method": "the method, with the settings in which rows of one method differ",
-    "G": "test accuracy of the shared model on held-out clients, in %",
-    "S": "test accuracy of the shared model on the clients that train, in %",
-    "P": "test accuracy of the personal models of the clients that train, in %",
-    "C": "mean of G and P over all domains, in %",
-    "local": "personal models on the classes that a client trains on, in %",
-    "base": "personal models on all classes that any client trains on, in %",
-    "novel": "personal models on the classes that no client trains on, in %",
-    "hm": "harmonic mean of base and novel, in %",
-    "paper G/P/C": "what the method's paper reports for this data set, measured with another backbone",
-    "paper local/base/novel/hm": "what the method's paper reports for this data set, measured with another backbone",
-    "shared base/novel/hm": "base, novel and hm of the shared model",
-    "worst 10 %": "mean test accuracy of the worst tenth of the clients, personal models, in %",
-    "gap variance": "variance over clients of the generalisation gap, mean over the second half of the rounds",
-    "corrupted": "accuracy of the personal models on corrupted test images, in %",
-    "AUROC": "how well outsiders are separated from images of known classes: area under the ROC curve, in %",
-    "FPR95": "share of outsiders taken for known images where 95 % of the known images are accepted, in %; lower is better",
-    "MB up/round": "megabytes that all clients together send to the server per round",
-    "shared": "number of parameters that are sent",
-    "private": "number of parameters that stay on a client",
-    "seconds": "per run, mean over runs",
     "clients per round": "clients that are asked in a round",
     "up per round": "sent from all clients to the server in a round",
     "up in total": "sent from all clients to the server in a run",
@@ -35,7 +66,6 @@ MEANINGS = {
     "seed": "seed of splits, sampling and initial values",
     "settings that differ": "settings that are not the same for all of these runs",
     "round": "round of training; 0 is before the first",
-    "MB": "sent until then in both directions, all clients together",
     "what": "name of the number that the method records, or names of the tensors that were sent",
     "first round": "its value in the first round that recorded it",
     "last round": "its value in the last round that recorded it",

@@ -25,7 +25,8 @@ from matplotlib.ticker import MaxNLocator
 
 from fedvlm.core.records import MEASURES, RoundRecord, RunRecord, Scores
 from fedvlm.evaluation.protocols import by_seed, is_base_to_novel
-from fedvlm.report.tables import FROZEN, grouped
+from fedvlm.report.gains import FROZEN
+from fedvlm.report.tables import grouped
 from fedvlm.system import files
 from fedvlm.training.folder import RunFolder
 

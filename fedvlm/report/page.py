@@ -160,7 +160,7 @@ def block(title: str, runs: Sequence[RunFolder], options: PageOptions = DEFAULT)
         title=title,
         facts=run_facts(groups),
         table=table,
-        notes=[note for note in table.notes if note not in definitions(groups)],
+        notes=[note for note in table.notes if note != definitions(table.columns)],
         any_base_to_novel=any(base_to_novel),
         all_base_to_novel=all(base_to_novel),
         verdicts=against_frozen(table),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,14 +15,23 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import POOL, POOLED, TRAINING, binding
 from fedvlm.core.records import MEASURES, Number, RunRecord, Select, Settings, Value, value_of
 from fedvlm.errors import FedvlmError
-from fedvlm.evaluation.protocols import FAR_BELOW, by_seed, is_base_to_novel, mean_if_complete, partial, target
-from fedvlm.report.gains import best_row
+from fedvlm.evaluation.protocols import (
+    FAR_BELOW,
+    by_client,
+    by_seed,
+    is_base_to_novel,
+    mean_if_complete,
+    partial,
+    target,
+)
+from fedvlm.report.columns import DEFINED, Measure
+from fedvlm.report.gains import FROZEN, GOALS, Verdict, verdict
+from fedvlm.report.headline import answers, headline
 from fedvlm.system.formatting import counted
-from fedvlm.system.table import SeedScores, Table
+from fedvlm.system.table import BEST, LEVEL, ClientScores, SeedScores, Table
 from fedvlm.training.folder import RunFolder
 
 METRICS = ("G", "S", "P", "C")
-FROZEN = "zero-shot"  # the method that is the frozen model
 NEED_HELD_OUT = ("G", "C")  # have a value only where clients are held out
 PROTOCOL_METRICS = (METRICS, MEASURES)  # of the usual protocols, and of base-to-novel
 ALL_METRICS = (*METRICS, *MEASURES)
@@ -29,10 +39,6 @@ TENTHS = ("worst", "best")  # mean accuracy of the worst and of the best tenth o
 ROBUSTNESS = ("cacc", "auroc", "fpr95")  # accuracy on corrupted images, detection of outsiders; personal models
 NOVEL = ("base", "novel", "hm")
 SHARED_NOVEL = "shared base/novel/hm"
-COSTS = (
-    "sum over clients; shared, private: number of parameters that are sent, and that stay on a client; seconds: per run"
-)
-WORST = "worst 10 %"
 DASH = "–"  # no such value
 
 Numbers = dict[str, Number]  # a row of the table; counts are integers
@@ -66,28 +72,40 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
         metrics for metrics in PROTOCOL_METRICS if any((metrics is MEASURES) == is_base_to_novel(r) for r in records)
     ]
     held_out = any(r.unseen for r in records)
-    columns = ["method", *(m for metrics in shown for m in metrics if held_out or m not in NEED_HELD_OUT)]
-    optional = {paper_column(metrics): [f"paper_{m}" for m in metrics] for metrics in shown}  # column → its values
-    optional |= {
-        SHARED_NOVEL: [f"shared_{m}" for m in NOVEL],
-        WORST: ["worst"],
-        "gap variance": ["gap_variance"],
-    }
-    optional |= {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
-    columns += [c for c, keys in optional.items() if any(v.get(k) is not None for v in values.values() for k in keys)]
-    columns += ["MB up/round", "shared", "private", "seconds", *further.values()]
+    # column → its values; the first ones stand in the first block where a terminal is narrow
+    asked = {"corrupted": ["cacc"], "AUROC": ["auroc"], "FPR95": ["fpr95"]}
+    optional = {paper_column(metrics): [f"paper_{m}" for m in metrics] for metrics in shown}
+    optional |= {SHARED_NOVEL: [f"shared_{m}" for m in NOVEL], "gap variance": ["gap_variance"]}
+
+    def known_of(columns: dict[str, list[str]]) -> list[str]:
+        return [c for c, keys in columns.items() if any(v.get(k) is not None for v in values.values() for k in keys)]
+
+    usual = [m for m in ("S", "C") if METRICS in shown and (held_out or m not in NEED_HELD_OUT)]
+    first = [m for metrics in shown for m in (("G", "P") if metrics is METRICS else MEASURES)]
+    columns = ["method", *(m for m in first if held_out or m not in NEED_HELD_OUT)]
+    columns += [*further.values(), *known_of(asked), *usual, *known_of({"worst": ["worst"]})]
+    columns += ["rounds", "MB", "seconds", *known_of(optional), "shared", "private"]
     has_published = any(paper_column(metrics) in columns for metrics in PROTOCOL_METRICS)
     each = {name: seed_scores(groups[name], select) for name in comparable(groups, rules)}
+    by_clients = {name: client_scores(groups[name], select) for name in each}
     ranked = {} if unlike else each
-    bold = {(name, m) for m in columns if m in ALL_METRICS and (name := best_row(ranked, m))}
-    return Table(
+    found = [v for m in columns if m in ALL_METRICS and (v := verdict(ranked, m, by_clients))]
+    notes = [*table_notes(groups, columns, select, has_published, further, unlike), *best_note(found)]
+    goal = next((m for goals in GOALS for m in goals if m in columns), "P")
+    order = sorted(values, key=lambda name: -(values[name][goal] or 0.0))
+    table = Table(
         columns,
-        [format_row(name, row, list(further.values())) for name, row in values.items()],
-        table_notes(groups, select, has_published, further, unlike) + best_note(columns, bold, ranked),
-        [{"method": name, **row} for name, row in values.items()],
-        each,
-        bold,
+        [format_row(name, values[name], list(further.values())) for name in order],
+        notes,
+        values=[{"method": name, **values[name]} for name in order],
+        by_seed=each,
+        bold={(v.highest, v.measure) for v in found if v.best},
+        level={(name, v.measure) for v in found if not v.best for name in v.level},
+        by_client=by_clients,
+        titles={c: DEFINED[c].title for c in columns if c in DEFINED} | further_titles(records, further),
+        unlike=unlike,
     )
+    return replace(table, head=[headline(table), *answers(table)])
 
 
 def scores(records: list[RunRecord], select: Select) -> Numbers:
@@ -107,14 +125,14 @@ def seed_scores(records: list[RunRecord], select: Select) -> SeedScores:
     return {m: {s: 100 * v for s, one in seeds.items() if (v := one.get(m)) is not None} for m in ALL_METRICS}
 
 
-def best_note(columns: list[str], bold: set[tuple[str, str]], rows: dict[str, SeedScores]) -> list[str]:
-    """Which rows are the best, in words, since not every output has bold letters; nothing where that cannot be known."""
-    several = [name for name, found in rows.items() if any(len(seeds) > 1 for seeds in found.values())]
-    if len(several) < 2:
-        return []
-    names = {name: [m for m in columns if (name, m) in bold] for name, _ in bold}
-    found = "; ".join(f"{name} ({', '.join(metrics)})" for name, metrics in sorted(names.items()))
-    return [f"best by more than two standard errors of the paired difference over seeds (bold): {found or 'none'}"]
+def client_scores(records: list[RunRecord], select: Select) -> ClientScores:
+    return {m: {c: 100 * v for c, v in each.items()} for m, each in by_client(records, select).items()}
+
+
+def best_note(found: list[Verdict]) -> list[str]:
+    """What the marks mean; nothing without marks."""
+    rule = "best: the 95 % interval of its difference to every other row, paired over seeds, is above 0"
+    return [f"{BEST} {rule}; {LEVEL} level with the highest"] if any(v.best or v.level for v in found) else []
 
 
 def paper_column(metrics: tuple[str, ...]) -> str:
@@ -170,12 +188,14 @@ def percent(value: Number) -> Number:
 
 
 def costs(records: list[RunRecord]) -> Numbers:
-    """MB per round, seconds (means over runs), and the number of shared and private parameters."""
+    """Rounds, MB, seconds (means over runs), and the number of shared and private parameters."""
     results = [r.finished for r in records]
     rounds = [max(1, r.last["round"]) for r in results]
     up = [r.bytes_up / n / 1e6 for r, n in zip(results, rounds, strict=True)]
     down = [r.bytes_down / n / 1e6 for r, n in zip(results, rounds, strict=True)]
     return {
+        "rounds": float(np.mean([r.last["round"] for r in results])),
+        "mb": float(np.mean([r.bytes_up + r.bytes_down for r in results])) / 1e6,
         "up_mb": float(np.mean(up)),
         "down_mb": float(np.mean(down)),
         "seconds": float(np.mean([r.seconds for r in results])),
@@ -198,12 +218,13 @@ def format_row(name: str, value: Numbers, further: list[str]) -> dict[str, str]:
     return row | {
         "method": name,
         SHARED_NOVEL: slashed(value[f"shared_{m}"] for m in NOVEL),
-        WORST: plus_minus(value["worst"], None),
+        "worst": plus_minus(value["worst"], None),
         "corrupted": plus_minus(value["cacc"], None),
         "AUROC": plus_minus(value["auroc"], None),
         "FPR95": plus_minus(value["fpr95"], None),
         "gap variance": formatted(value["gap_variance"], ".3g"),
-        "MB up/round": formatted(value["up_mb"], ".3g"),
+        "rounds": formatted(value["rounds"], "g"),
+        "MB": formatted(value["mb"], ".3g"),
         "shared": formatted(value.get("shared"), ","),
         "private": formatted(value.get("private"), ","),
         "seconds": formatted(value["seconds"], ".3g"),
@@ -377,7 +398,12 @@ def plus_minus(mean: Number, std: Number) -> str:
 
 
 def table_notes(
-    groups: Groups, select: Select, has_published: bool, further: dict[str, str], unlike: Sequence[str] = ()
+    groups: Groups,
+    columns: Sequence[str],
+    select: Select,
+    has_published: bool,
+    further: dict[str, str],
+    unlike: Sequence[str] = (),
 ) -> list[str]:
     """What a reader needs to know of the numbers: data, backbone, split, targets, seeds, and what the metrics are; further
     ones by name, with their columns."""
@@ -412,11 +438,13 @@ def table_notes(
     ]
     if not all(map(is_base_to_novel, records)):
         out.append(f"scored on: {'; '.join(sorted({scored_on(r) for r in records}))}")
-    out += definitions(groups)
+    out.append(definitions(columns))
     for ending, share in ((", in %", True), ("", False)):
         if columns := [column for metric, column in further.items() if is_share(records, metric) == share]:
             out.append(f"{', '.join(columns)}: personal models, mean over clients and runs{ending}")
     for name, group in groups.items():
+        if untested := without_tests(group[0], select):
+            out.append(f"{name}: own clients is the mean over {untested}, which have test images")
         if incomplete := partial(group):
             out.append(
                 f"{name}: seeds {', '.join(map(str, incomplete))} are left out because they lack targets that other "
@@ -434,22 +462,24 @@ def table_notes(
     return out
 
 
-def definitions(groups: Groups) -> list[str]:
-    """The notes that say what the columns are; the page has these words elsewhere."""
-    records = [r for group in groups.values() for r in group]
-    out = []
-    if not all(map(is_base_to_novel, records)):
-        held_out = any(r.unseen for r in records)
-        meanings = ["G: shared model on held-out clients"] * held_out
-        meanings += ["S: shared model on the clients that train", "P: their personal models on the same images"]
-        meanings += ["C: mean of G and P over all domains"] * held_out
-        out.append("; ".join([*meanings, f"{WORST}: P of the worst tenth of the clients"]))
-    if any(map(is_base_to_novel, records)):
-        out.append(
-            "local: clients' own models on test images of the classes they train on; base: of all classes that any client "
-            "trains on; novel: of classes that no client trains on; hm: harmonic mean of base and novel"
-        )
-    return [*out, f"MB up/round: {COSTS}"]
+def definitions(columns: Sequence[str]) -> str:
+    """The note that says what the columns are; the page has these words elsewhere."""
+    known = [DEFINED[c] for c in columns if c in DEFINED and DEFINED[c].meaning]
+    return "; ".join(f"{m.word}{f' ({m.letter})' * bool(m.letter)}: {m.meaning}" for m in known)
+
+
+def further_titles(records: list[RunRecord], further: dict[str, str]) -> dict[str, str]:
+    """Headings of further metrics, with unit and direction."""
+    lower = {m.name for r in records for m in r.metrics if m.lower_is_better}
+    return {key: Measure(key, "", "", "%" * is_share(records, m), m in lower).title for m, key in further.items()}
+
+
+def without_tests(record: RunRecord, select: Select) -> str:
+    """150 of 200 clients: those with a score; "" where all have one."""
+    clients = record.finished.at(select).get("clients", {})
+    own = [views["personal"].get("test") for views in clients.values() if "personal" in views]
+    known = sum(v is not None for v in own)
+    return f"{known} of {counted(len(own), 'client')}" if known < len(own) else ""
 
 
 def far_below_notes(records: list[RunRecord], select: Select) -> list[str]:
@@ -476,7 +506,8 @@ def scored_on(record: RunRecord) -> str:
     config = record.config
     held_out = "all" if config.get("unseen_split") == "all" else "test"
     split = "validation" if config.get("personal_split") == "val" else "test"
-    owners = {"domain": "of the client's domain", "all": "of all clients that train"} if split == "test" else {}
+    owners = {"domain": "of the client's domain", "all": "of all clients that train", "unseen": "of held-out clients"}
+    owners = owners if split == "test" else {}
     owner = owners.get(str(config.get("score")), "of the client itself")
     return (f"G on {held_out} images of held-out clients, " if record.unseen else "") + f"P on {split} images {owner}"
 

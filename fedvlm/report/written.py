@@ -27,7 +27,7 @@ def write_csv(tables: Mapping[str, Table], path: Path) -> None:
 
 def written_columns(table: Table) -> list[str]:
     metrics = [m for group in PROTOCOL_METRICS if set(group) & set(table.columns) for m in group]
-    names = [*metrics, *(f"{m}_std" for m in metrics), "seeds", "runs", "up_mb", "down_mb"]
+    names = [*metrics, *(f"{m}_std" for m in metrics), "seeds", "runs", "rounds", "mb", "up_mb", "down_mb"]
     names += ["shared", "private", "seconds", *TENTHS, "gap_variance"]
     names += [f"paper_{m}" for m in metrics if any(f"paper_{m}" in v for v in table.values)]
     return names + [

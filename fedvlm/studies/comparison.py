@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedvlm.api import Runs, chosen, execute, new_pools, plan, prepared
+from fedvlm.api import Run, Runs, chosen, execute, new_pools, plan, prepared, runs
 from fedvlm.config import catalogue
 from fedvlm.config.config import TRAINING, Config, EngineKeys, Setup, resolve
+from fedvlm.core.records import RunRecord
 from fedvlm.core.tasks import CLASSIFICATION
 from fedvlm.errors import FedvlmError
-from fedvlm.report.tables import FROZEN, check_one_rule, fair_keys
+from fedvlm.report.gains import FROZEN
+from fedvlm.report.tables import check_one_rule, fair_keys, grouped
 from fedvlm.system.interrupts import shell_line
-from fedvlm.training.folder import find_runs
+from fedvlm.training.folder import RunFolder, find_runs
 from fedvlm.training.planning import LEAVE_ONE_OUT, check_parts, checked
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from fedvlm.training.planned_run import PlannedRun
 
 SEEDS = (50, 77, 98)
+MOST_NAMED = 8  # runs in an error
 
 
 def setups_of(methods: Sequence[str], keys: Mapping[str, object], pools: Pools) -> list[Setup]:
@@ -57,13 +61,49 @@ def trains_nothing(setup: Setup) -> bool:
     return setup.parts["adapter"].name == "none"
 
 
+def best_runs(runs: Sequence[RunFolder]) -> list[RunFolder]:
+    """The best run of each row of a table by validation (`evaluation.views.selection`), that of the best row first; of the
+    frozen model only where there is no other."""
+    from fedvlm.evaluation.views import selection  # imports torch
+
+    groups = grouped(list(runs))
+    trained = {name: group for name, group in groups.items() if group[0].method.name != FROZEN} or groups
+    folders = {r.record.identity: r for r in runs}
+
+    def score(record: RunRecord) -> float:
+        found = selection(record.finished.last)
+        return -math.inf if math.isnan(found) else found
+
+    means = {name: sum(map(score, group)) / len(group) for name, group in trained.items()}
+    order = sorted(trained, key=lambda name: -means[name])
+    return [folders[max(trained[name], key=score).identity] for name in order]
+
+
+def one_run(name: str, trust: bool, command: Sequence[str]) -> Run:
+    """The run that a command takes; of a folder with several an error, which names the best by validation. command: the
+    words that follow fedvlm, with {} where the run stands."""
+    found = runs(name, trust=trust)
+    if len(found) == 1:
+        return found[0]
+    best = best_runs([r for r in found.files if r.done])
+    lines = [
+        shell_line(["fedvlm", *(str(run.folder) if w == "{}" else w for w in command)]) for run in best[:MOST_NAMED]
+    ]
+    more = f"\n… and {len(best) - MOST_NAMED} more rows" if len(best) > MOST_NAMED else ""
+    raise FedvlmError(
+        f"{name} holds {len(found)} runs; give one of them. The best of each method by validation, the best method first:\n"
+        + "\n".join(lines)
+        + more
+    )
+
+
 def next_steps(runs: Runs) -> list[str]:
-    """The place of the runs, and a command each for a page, a table and predictions."""
+    """The place of the runs, and a command each for a page, a table and predictions with the run that validation finds
+    best."""
     root = runs[0].folder.parent
     others = len(find_runs([str(root)])) > len({r.folder for r in runs})
-    trained = [r for r in runs if r.record.method.name != FROZEN] or list(runs)
     commands = [["report", str(root)], ["compare", str(root), "--csv", "table.csv"]]
-    commands += [["predict", str(trained[-1].folder), "IMAGE"]]
+    commands += [["predict", str(best_runs(runs.files)[0].folder), "IMAGE"]]
     where = f"{len(runs)} runs in {root}" + (", among others (out=FOLDER keeps a bench's together)" if others else "")
     return [where, *("next: " + shell_line(["fedvlm", *words]) for words in commands)]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rich.console import Console
 from rich.table import Table as Grid
@@ -21,6 +21,7 @@ from fedvlm.system.table import Table
 
 WIDE = 240  # columns where the output is no terminal, so that nothing is cut
 EVERY = 5.0  # seconds between two lines of progress where the output is no terminal
+SENTENCE = 24  # characters from which on a cell of words may be wrapped
 LONGEST_CELL = 4096  # characters, as the longest path
 plain = partial(Console, highlight=False, markup=False, emoji=False)  # names and paths are shown as they are
 out = plain(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else WIDE)
@@ -86,40 +87,65 @@ def warn(text: str) -> None:
 
 
 def show(table: Table) -> None:
+    """Prints the table; in a terminal, columns that do not fit stand in further blocks below, with the rows' names again."""
     table = replace(
         table,
         columns=[printable(c, LONGEST_CELL) for c in table.columns],
+        titles={printable(c, LONGEST_CELL): printable(x, LONGEST_CELL) for c, x in table.titles.items()},
         rows=[{printable(c, LONGEST_CELL): printable(x, LONGEST_CELL) for c, x in row.items()} for row in table.rows],
         notes=[printable(n) for n in table.notes],
+        head=[printable(n) for n in table.head],
         bold={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.bold},
+        level={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.level},
     )
     if not (out.is_terminal or out.is_jupyter):
         print(table)  # the whole of it, for files and pipes
         return
-    grid = Grid(box=None, header_style="bold", pad_edge=False)
-    columns = fitting(table)
-    for column in columns:
-        numeric = table.is_numeric(column)
-        style = "dim" if column in table.dim else ""
-        grid.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, style=style)
-    for row in table.rows:
-        grid.add_row(*(Text(row.get(c, ""), "bold" if table.is_bold(row, c) else "") for c in columns))
-    out.print(grid)
+    for k, text in enumerate([*table.head, ""] if table.head else []):
+        out.print(text, style=None if k else "bold")
+    for k, columns in enumerate(folded(table, out.width)):
+        if k:
+            out.print()
+        out.print(grid_of(table, columns))
     for text in table.notes:
         note(text)
 
 
-def fitting(table: Table) -> list[str]:
-    """The columns that fit the width: the last ones are left out, at least four stay."""
-    columns = list(table.columns)
+def grid_of(table: Table, columns: list[str]) -> Grid:
+    grid = Grid(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        numeric = table.is_numeric(column)
+        style, narrowest = "dim" if column in table.dim else "", width_of(table, column)
+        justify: Literal["right", "left"] = "right" if numeric else "left"
+        title = table.title(column)
+        grid.add_column(
+            title, justify=justify, overflow="fold", no_wrap=numeric, style=style, min_width=min(narrowest, out.width)
+        )
+    for row in table.rows:
+        grid.add_row(*(Text(table.marked(row, c), "bold" if table.is_bold(row, c) else "") for c in columns))
+    return grid
 
-    def width(column: str) -> int:
-        cells, numeric = table.cells(column), table.is_numeric(column)
-        return 2 + max(len(column), *(len(c) if numeric else min(len(c), 24) for c in cells), 0)
 
-    while len(columns) > 4 and sum(map(width, columns)) > out.width:
-        columns.pop()
-    return columns
+def width_of(table: Table, column: str) -> int:
+    """The least width of a column: numbers and words stay whole, sentences are wrapped."""
+    cells = [table.title(column), *(table.marked(row, column) for row in table.rows)]
+    if table.is_numeric(column):
+        return max(map(len, cells))
+    return max(min(max(map(len, cells)), SENTENCE), *(len(word) for cell in cells for word in cell.split()), 1)
+
+
+def folded(table: Table, width: int) -> list[list[str]]:
+    """The columns in blocks that fit, each with the first column."""
+    first, *others = table.columns
+    blocks, used = [[first]], width_of(table, first)
+    for column in others:
+        needed = 2 + width_of(table, column)
+        if used + needed > width and len(blocks[-1]) > 1:
+            blocks.append([first])
+            used = width_of(table, first)
+        blocks[-1].append(column)
+        used += needed
+    return blocks
 
 
 def rows(columns: list[str], lines: list[list[str]]) -> None:

@@ -5,7 +5,7 @@ values of a tensor otherwise than those before. So each image, and each text, is
 tower: the shapes of all operations are always the same, and its result depends on it and on the weights alone. Several
 images go through one weight after the other together, so that the weight stays in the cache.
 
-    images = FrozenImages.of(vision_model, layers)     images.embeddings(pixels), images.hidden(pixels, 4), …
+    images = FrozenImages(vision_model, layers)        images.embeddings(pixels), images.hidden(pixels, 4), …
     texts = FrozenTexts(text_tower)                    texts.embeddings(["a photo of a cat", …])
 """
 
@@ -13,19 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.towers.layers import Affine, TowerLayer, affine_of
+from fedvlm.towers.modules import VisionTower
 from fedvlm.towers.products import frozen_product
 from fedvlm.towers.text import TextTower
 from fedvlm.towers.vision import ImageLayers
-
-if TYPE_CHECKING:
-    from transformers.models.clip.modeling_clip import CLIPVisionEmbeddings
 
 FIRST, LAST = slice(0, 1), slice(-1, None)
 
@@ -85,16 +82,14 @@ def through(layers: Iterable[FrozenLayer], each: list[Tensor]) -> list[Tensor]:
 class FrozenImages:
     """The image tower of a CLIP or a SigLIP: pixels [images, channels, height, width] → [images, …]."""
 
-    def __init__(self, vision: nn.Module, tower: ImageLayers):
-        given = cast("CLIPVisionEmbeddings", vision.embeddings)
-        patch, self.position = given.patch_embedding, given.position_embedding.weight.detach()
+    def __init__(self, vision: VisionTower, tower: ImageLayers):
+        patch, self.position = vision.embeddings.patch_embedding, vision.embeddings.position_embedding.weight.detach()
         self.tower, self.patch = tower, patch.kernel_size[0]
         bias = None if patch.bias is None else patch.bias.detach()
         self.embed = frozen_product(patch.weight.detach().flatten(1), bias, len(self.position))
-        self.class_token = given.class_embedding.detach()[None] if hasattr(given, "class_embedding") else None
-        # transformers spells it so
-        before = getattr(vision, "pre_layrnorm", None)
-        self.before: Affine | None = affine_of(before) if before else None
+        first, before = vision.embeddings.class_embedding, vision.pre_layrnorm
+        self.class_token = None if first is None else first.detach()[None]
+        self.before: Affine | None = None if before is None else affine_of(before)
 
     @cached_property
     def layers(self) -> list[FrozenLayer]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,8 @@ from torch.nn import functional as F
 
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
+from fedvlm.towers.modules import ACTIVATIONS, Encoder, Layer, Sizes
 from fedvlm.towers.products import plain_linear
-
-if TYPE_CHECKING:
-    from transformers.models.clip.modeling_clip import CLIPEncoder, CLIPEncoderLayer
 
 Affine = tuple[Tensor, Tensor]  # weight, bias
 LowRankPair = tuple[Tensor, Tensor]  # A [clients, rank, width], scale · B [clients, width, rank]
@@ -64,19 +62,20 @@ def affine_of(*modules: nn.Linear | nn.LayerNorm) -> Affine:
     return (torch.cat(weights), torch.cat(biases)) if len(modules) > 1 else (weights[0], biases[0])
 
 
-def layers_of(encoder: CLIPEncoder) -> tuple[TowerLayer, ...]:
-    """The layers of a Hugging Face CLIP encoder. Weights are shared with it, except that query, key and value are
-    concatenated and, with some activations (see `fast_activation`), fc₁ and fc₂ are rescaled."""
-    return tuple(_layer_of(cast("CLIPEncoderLayer", block)) for block in encoder.layers)
+def layers_of(encoder: Encoder, sizes: Sizes) -> tuple[TowerLayer, ...]:
+    """The layers of an encoder. Weights are shared with it, except that query, key and value are concatenated and, with
+    some activations (see `fast_activation`), fc₁ and fc₂ are rescaled."""
+    factor = fast_activation(sizes.hidden_act)[1]
+    return tuple(_layer_of(cast(Layer, layer), factor) for layer in encoder.layers)
 
 
-def _layer_of(block: CLIPEncoderLayer) -> TowerLayer:
-    attention, mlp, factor = block.self_attn, block.mlp, fast_activation(block.mlp.activation_fn)[1]
+def _layer_of(layer: Layer, factor: float) -> TowerLayer:
+    attention, mlp = layer.self_attn, layer.mlp
     return TowerLayer(
-        affine_of(block.layer_norm1),
+        affine_of(layer.layer_norm1),
         affine_of(attention.q_proj, attention.k_proj, attention.v_proj),
         affine_of(attention.out_proj),
-        affine_of(block.layer_norm2),
+        affine_of(layer.layer_norm2),
         rescaled(affine_of(mlp.fc1), factor, factor),
         rescaled(affine_of(mlp.fc2), 1 / factor, 1),
     )
@@ -231,11 +230,11 @@ def transposed_product(one: Tensor, other: Tensor) -> Tensor:
     return one.flatten(1, 2).mT @ other.flatten(1, 2)
 
 
-def fast_activation(activation: nn.Module) -> tuple[Callable[[Tensor], Tensor], float]:
+def fast_activation(name: str) -> tuple[Callable[[Tensor], Tensor], float]:
     """An activation f and a factor a such that the given one is x ↦ f(a x)/a; a and 1/a are moved into fc₁ and fc₂.
 
     CLIP's x σ(1.702 x) takes three passes over memory forward and five backward; silu, x σ(x), takes one each."""
-    return (F.silu, 1.702) if type(activation).__name__ == "QuickGELUActivation" else (activation, 1.0)
+    return (F.silu, 1.702) if name == "quick_gelu" else (ACTIVATIONS[name], 1.0)
 
 
 def split_heads(x: Tensor, parts: int, heads: int) -> Tensor:

@@ -27,13 +27,13 @@ give a constant, to be computed once:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fedvlm.core.state import Params
@@ -58,10 +58,8 @@ from fedvlm.towers.layers import (
     split_heads,
     to_device,
 )
+from fedvlm.towers.modules import TextWithProjection, TwoTowers
 from fedvlm.towers.products import plain_linear
-
-if TYPE_CHECKING:
-    from transformers import CLIPModel, CLIPTextModelWithProjection, SiglipModel
 
 # positions that run at a time, by device: with ViT-B/16's tower 0.25 GB on a CPU and, in bfloat16, 1 GB on a GPU
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 18}
@@ -70,18 +68,23 @@ GROUP_COST = {"cpu": 32, "cuda": 1 << 14}
 
 
 class Tokenizer(Protocol):
-    """The part of transformers' CLIPTokenizer that is used here."""
+    bos_token_id: int
+    eos_token_id: int
+    pad_token_id: int
 
-    @property
-    def bos_token_id(self) -> int: ...
+    def words(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text alone."""
+        ...
 
-    @property
-    def eos_token_id(self) -> int: ...
+    def phrases(self, texts: Sequence[str], longest: int) -> list[list[int]]:
+        """The tokens of each text with those at the start and the end that the tower knows, and at most so many."""
+        ...
 
-    @property
-    def pad_token_id(self) -> int: ...
 
-    def __call__(self, text: list[str], **options: bool | int) -> Mapping[str, list[list[int]]]: ...
+def padded(prompts: Sequence[Sequence[int]], token: int, length: int = 0) -> Tensor:
+    """The prompts in one tensor, filled up with this token to the longest of them or to `length`."""
+    length = max(length, *map(len, prompts))
+    return torch.tensor([[*prompt, *[token] * (length - len(prompt))] for prompt in prompts])
 
 
 class PromptPlan(NamedTuple):
@@ -150,36 +153,22 @@ class TextTower:
     causal: bool = True  # false: SigLIP's
 
     @classmethod
-    def of(cls, model: CLIPModel | CLIPTextModelWithProjection, tokenizer: Tokenizer) -> TextTower:
-        """The text tower of a Hugging Face CLIP. Weights are shared with it where `layers_of` shares them."""
-        return cls._of(model, model.text_projection, tokenizer, causal=True)
-
-    @classmethod
-    def of_siglip(cls, model: SiglipModel, tokenizer: Tokenizer) -> TextTower:
-        """The text tower of a Hugging Face SiglipModel."""
-        return cls._of(model, model.text_model.head, tokenizer, causal=False)
-
-    @classmethod
-    def _of(
-        cls,
-        model: CLIPModel | CLIPTextModelWithProjection | SiglipModel,
-        projection: nn.Linear,
-        tokenizer: Tokenizer,
-        causal: bool,
-    ) -> TextTower:
+    def of(cls, model: TwoTowers | TextWithProjection, tokenizer: Tokenizer) -> TextTower:
+        """The text tower of a CLIP or a SigLIP. Weights are shared with it where `layers_of` shares them."""
         text = model.text_model
+        projection = model.text_projection if text.head is None else text.head
         return cls(
             text.embeddings.token_embedding.weight.detach(),
             text.embeddings.position_embedding.weight.detach(),
-            layers_of(text.encoder),
+            layers_of(text.encoder, text.config),
             affine_of(text.final_layer_norm),
             projection.weight.detach(),
             text.config.num_attention_heads,
             text.config.layer_norm_eps,
-            fast_activation(text.encoder.layers[0].mlp.activation_fn)[0],
+            fast_activation(text.config.hidden_act)[0],
             tokenizer,
-            None if projection.bias is None else projection.bias.detach(),
-            causal,
+            None if text.head is None else text.head.bias.detach(),
+            text.head is None,
         )
 
     def to(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> TextTower:
@@ -203,7 +192,7 @@ class TextTower:
 
     def phrase(self, text: str) -> Tensor:
         """Initial context vectors [tokens, width]: the token embeddings of a text such as "a photo of a"."""
-        return self.token[self._tokens([text])[0]]
+        return self.token[self.tokenizer.words([text])[0]]
 
     def plan(self, names: Sequence[str], context: int, position: str = "end", ending: str = ".") -> PromptPlan:
         """The prompts of these classes: [start] context NAME ending [end] or, with position="middle", the name
@@ -214,8 +203,8 @@ class TextTower:
         slots = [-1 - j for j in range(context)]
         end = self.tokenizer.eos_token_id
         start = [self.tokenizer.bos_token_id] if self.causal else []
-        prompts = []
-        for alone, whole in zip(self._tokens(names), self._tokens([name + ending for name in names]), strict=True):
+        prompts, words = [], self.tokenizer.words
+        for alone, whole in zip(words(names), words([name + ending for name in names]), strict=True):
             # name and ending are tokenised together, as in a plain prompt: a name's full stop and "." may be one token
             pairs = enumerate(zip(alone, whole, strict=False))
             split = next((at for at, (one, other) in pairs if one != other), len(alone))
@@ -236,13 +225,12 @@ class TextTower:
         if not self.causal:
             length, pad, shared = len(self.position), self.tokenizer.pad_token_id, 0
             ends = (length - 1,) * len(prompts)
-        ids = [prompt + [pad] * (max(length, max(ends) + 1) - len(prompt)) for prompt in prompts]
-        return PromptPlan(torch.tensor(ids), ends, context, shared)
+        return PromptPlan(padded(prompts, pad, length), ends, context, shared)
 
     def phrases(self, texts: Sequence[str]) -> PromptPlan:
         """Phrases without a learned context, for features(plan), or for below(plan, n) and above. A phrase too long for
         the tower loses its last tokens."""
-        prompts = self.tokenizer(list(texts), truncation=True, max_length=len(self.position))["input_ids"]
+        prompts = self.tokenizer.phrases(texts, len(self.position))
         end = min(map(len, prompts)) - 1
         shared = next((at for at in range(end) if len({prompt[at] for prompt in prompts}) > 1), end)
         return self._padded(prompts, 0, shared)
@@ -367,9 +355,6 @@ class TextTower:
 
     def _for_device(self, by_device: dict[str, int]) -> int:
         return by_device.get(self.token.device.type, by_device["cuda"])
-
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def _norm(self, x: Tensor, affine: Affine) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], *affine, self.eps)

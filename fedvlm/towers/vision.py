@@ -4,7 +4,7 @@ The layers below the first trained one give the same output in every step of eve
 stored; the rest runs here. Of a CLIP only the class token's state after the last layer is read, so that layer computes no
 other query, which changes results by rounding only; SigLIP reads all tokens. The weights get no gradient.
 
-    top = ImageLayers.of(model, layers)               the last layers of a Hugging Face CLIPModel; 0: all
+    top = ImageLayers.of(model).last(layers)          the last layers of a `modules.TwoTowers`; 0: all
     z = top.features(hidden, lora, scale)             [clients, examples, dim], not normalised
 
 Clients are stacked along the first axis; a client's result does not depend on the others.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,9 @@ from fedvlm.towers.layers import (
     moved,
     project,
 )
+from fedvlm.towers.modules import Pool, TwoTowers
 from fedvlm.towers.products import plain_linear
 from fedvlm.towers.text import TextTower
-
-if TYPE_CHECKING:
-    from transformers import CLIPModel, SiglipModel
-    from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
 
 class AttentionPool(NamedTuple):
@@ -58,7 +55,7 @@ class AttentionPool(NamedTuple):
     activation: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, head: SiglipMultiheadAttentionPoolingHead, heads: int, eps: float) -> AttentionPool:
+    def of(cls, head: Pool, heads: int, eps: float) -> AttentionPool:
         attention, width = head.attention, head.probe.shape[-1]
         weight, bias = attention.in_proj_weight.detach(), attention.in_proj_bias.detach()
         query = F.linear(head.probe.detach().flatten(), weight[:width], bias[:width]).view(heads, -1)
@@ -99,27 +96,15 @@ class ImageLayers:
     pool: AttentionPool | None = None  # SigLIP's: what is read of the tokens; None: the class token
 
     @classmethod
-    def of(cls, model: CLIPModel, layers: int = 0) -> ImageLayers:
-        """The last layers of a Hugging Face CLIPModel's image tower; 0: all."""
-        vision = model.vision_model
-        whole = cls(
-            layers_of(vision.encoder),
-            affine_of(vision.post_layernorm),
-            model.visual_projection.weight.detach(),
-            vision.config.num_attention_heads,
-            vision.config.layer_norm_eps,
-            fast_activation(vision.encoder.layers[0].mlp.activation_fn)[0],
-        )
-        return whole.last(layers)
-
-    @classmethod
-    def of_siglip(cls, model: SiglipModel) -> ImageLayers:
-        """All layers of a Hugging Face SiglipModel's image tower."""
+    def of(cls, model: TwoTowers) -> ImageLayers:
+        """All layers of a CLIP's or a SigLIP's image tower."""
         vision = model.vision_model
         heads, eps = vision.config.num_attention_heads, vision.config.layer_norm_eps
-        activation = fast_activation(vision.encoder.layers[0].mlp.activation_fn)[0]
-        pool = AttentionPool.of(vision.head, heads, eps)
-        return cls(layers_of(vision.encoder), affine_of(vision.post_layernorm), None, heads, eps, activation, pool)
+        pool = None if vision.head is None else AttentionPool.of(vision.head, heads, eps)
+        projection = None if pool else model.visual_projection.weight.detach()
+        activation = fast_activation(vision.config.hidden_act)[0]
+        norm = affine_of(vision.post_layernorm)
+        return cls(layers_of(vision.encoder, vision.config), norm, projection, heads, eps, activation, pool)
 
     def last(self, layers: int) -> ImageLayers:
         """The last `layers` layers, for activations hidden@−layers; 0: all, for hidden@0."""

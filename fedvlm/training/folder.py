@@ -35,6 +35,7 @@ from fedvlm.core.records import BackboneRecord, DataRecord, MetricRecord, Result
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console, files
 from fedvlm.system.names import printable
+from fedvlm.training.places import folder_of, remember
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,6 +83,7 @@ class RunFolder:
             trust.remember(setup)
             files.write(folder / "run.json", record_of(planned).to_json(), sync=True, advice=anew)
             files.sync_folder(folder.parent)
+        remember(folder)
         return run
 
     @property
@@ -335,17 +337,14 @@ def differs(found: RunRecord, planned: PlannedRun) -> str:
 
 
 def find_runs(paths: list[str]) -> list[RunFolder]:
-    """The runs at or below these folders, without those that a sweep tried."""
+    """The runs at or below these folders, which may be names (places.py), without those that a sweep tried."""
     found = []
-    for path in paths:
-        folder = Path(path)
+    for folder in map(folder_of, paths):
         if (folder / "run.json").is_file():
             found.append(RunFolder(folder))
-        elif folder.is_dir():
+        else:
             below = sorted(folder.rglob("run.json"))
             found += [RunFolder(p.parent) for p in below if SWEEP not in p.relative_to(folder).parts]
-        else:
-            raise FedvlmError(f"{path}: no such run or folder of runs")
     if not found:
         raise FedvlmError(f"no runs in {', '.join(paths)}")
     return found

@@ -67,10 +67,10 @@ class PlannedRun:
         return method
 
     def on(self, pool: Pool) -> PlannedRun:
-        """The same run on the encoded data. What was made of their outline holds, unless images were left out or names
-        were added."""
+        """The same run on the encoded data. What was made of their outline holds, unless images were left out, some are
+        there more than once, or names were added."""
         run = PlannedRun(self.setup, pool, self.given)
-        if pool.source is self.pool.source and pool.task is self.pool.task:
+        if pool.source is self.pool.source and pool.task is self.pool.task and pool.twins is None:
             run.shares, run.plain_method = self.shares, self.plain_method
         return run
 

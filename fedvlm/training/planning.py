@@ -17,7 +17,7 @@ from fedvlm.config.config import COMMAND_LINE, Setup
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.descent import OptimiserSettings
 from fedvlm.core.state import Message, Reply, State, copy_per_client, nbytes
-from fedvlm.data.clients import partition_of
+from fedvlm.data.clients import Federation, partition_of
 from fedvlm.data.pool import Pool, Pools
 from fedvlm.data.wording import doubtful_names
 from fedvlm.engines.base import Engine, device_of
@@ -26,9 +26,11 @@ from fedvlm.parts.failures import explained
 from fedvlm.rounds import steps
 from fedvlm.rounds.method import Method
 from fedvlm.system import console
+from fedvlm.system.formatting import counted
 from fedvlm.training import slurm, trackers
 from fedvlm.training.planned_run import PlannedRun
 
+FEW = 10  # test images of a client
 LEAVE_ONE_OUT = "leave-one-domain-out"
 
 
@@ -109,6 +111,8 @@ def checked(setup: Setup, pools: Pools) -> PlannedRun:
     device_of(setup)
     check_partition_keys(setup, found)
     first = PlannedRun(single_runs(setup, found)[0], replace(found, x=torch.zeros(len(found.x), 0)))
+    if few := few_tests(first.shares):
+        pools.say(f"data={found.source.name}: {few}", console.warn)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, setup.config.threads))  # as in training: it is built only once
     try:
@@ -138,6 +142,17 @@ def check_partition_keys(setup: Setup, outlined: Pool) -> None:
             f"{key}={getattr(config, key)} has no effect with partition={kind}{f' ({why})' if why else ''}; leave it out, "
             f"or give another partition=, such as {other}"
         )
+
+
+def few_tests(federation: Federation) -> str:
+    """A warning where clients have so few test images that their scores say little; "" where all have enough."""
+    counts = federation.data.counts("test")
+    few, none = int((counts < FEW).sum()), int((counts == 0).sum())
+    if not few:
+        return ""
+    text = f"{few} of {counted(len(counts), 'client')} have fewer than {FEW} test images: "
+    text += "one image is worth 10 points or more"
+    return text + (f"; {none} have none, and own clients is the mean over the others" if none else "")
 
 
 class Listener:
@@ -177,15 +192,14 @@ def estimate(run: PlannedRun) -> Cost:
     message = first_message(method, state, tried)
     ready = method.for_message(message)
     torch.set_num_threads(max(1, setup.config.threads))  # as in training
-    took = []
     for _ in range(2):  # the first time warms up
-        began = time.perf_counter()
-        rows = copy_per_client(method.newcomer, len(tried))
-        answer = steps.run("train", ready, rows, message, sample, {}, federation.names.__getitem__)
-        trained = time.perf_counter()
-        steps.run("score", ready, answer.own, message, sample, {}, federation.names.__getitem__)
-        took.append((trained - began, time.perf_counter() - trained))
-    train, score = took[-1]
+        rows, took = copy_per_client(method.newcomer, len(tried)), []
+        for step in ("train", "score"):
+            began = time.perf_counter()
+            with steps.explained_by_client(step, ready, rows, message, sample, {}, federation.names.__getitem__):
+                rows = steps.STEPS[step].run(ready, rows, message, sample, {}).own
+            took.append(time.perf_counter() - began)
+    train, score = took
     share = asked / len(able)
     public = sum(len(e.x) for half, e in federation.data.extras.items() if half in method.base_and_novel)
     scored = len(federation.data.x) + public * (len(able) if method.has_personal_models else 1)

@@ -82,7 +82,7 @@ def started(job: PlannedRun) -> RunFolder:
 
 
 def resume_command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "fedvlm.cli", "resume", str(folder.resolve())]
+    return [sys.executable, "-m", "fedvlm", "resume", str(folder.resolve())]
 
 
 def reason(error: str, run: RunFolder) -> str:

@@ -19,7 +19,6 @@ from fedvlm import backbones
 from fedvlm.backbones.alone import each_alone, encoder_threads, pieces
 from fedvlm.backbones.arithmetic import Arithmetic, arithmetic
 from fedvlm.backbones.base import Backbone, encode_view, in_precision, view_format
-from fedvlm.towers import products
 
 ROOT = Path(__file__).parents[2]
 PHRASES = ["a cat", "a photo of the red tree .", "dog", "a dog", "the red red tree of a cat"]
@@ -63,14 +62,12 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["oneDNN", "MKL"])
-def library(request, monkeypatch):
-    """The products of a frozen tower by either library; a model that was loaded has laid out its weights already."""
-    if request.param == "MKL":
-        monkeypatch.setattr(products, "onednn", lambda: None)
-    elif products.onednn() is None:
-        pytest.skip("a torch without oneDNN's operator")
-    return request.param
+@pytest.fixture
+def fresh(backbone, library):
+    """The backbone with its frozen towers laid out for this library, and without them afterwards."""
+    forget(backbone)
+    yield backbone
+    forget(backbone)
 
 
 def images():
@@ -80,25 +77,23 @@ def images():
     return [*some, *(image.rotate(90) for image in some), some[0].rotate(45)]
 
 
-def test_an_image_does_not_depend_on_the_others(backbone, threads, library):
-    forget(backbone)
+def test_an_image_does_not_depend_on_the_others(fresh, threads):
     given = images()
-    for view in views(backbone):
-        whole = encode_view(backbone, given, view)
-        assert whole.shape == (7, *view_format(backbone, view).shape)
+    for view in views(fresh):
+        whole = encode_view(fresh, given, view)
+        assert whole.shape == (7, *view_format(fresh, view).shape)
         for name, groups in GROUPS.items():
-            found = torch.cat([encode_view(backbone, [given[k] for k in group], view) for group in groups])
+            found = torch.cat([encode_view(fresh, [given[k] for k in group], view) for group in groups])
             order = torch.tensor([k for group in groups for k in group])
             assert torch.equal(found, whole[order]), (view, name)
     assert torch.get_num_threads() == threads
 
 
-def test_the_number_of_threads_changes_nothing(backbone, library):
-    forget(backbone)
+def test_the_number_of_threads_changes_nothing(fresh):
     before, found = torch.get_num_threads(), []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
-        found.append(encode_view(backbone, images(), views(backbone)[-2]))
+        found.append(encode_view(fresh, images(), views(fresh)[-2]))
     torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 

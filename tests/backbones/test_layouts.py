@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, normalizers
 from torch.nn import functional as F
 
 from fedvlm.backbones import load
-from fedvlm.backbones.siglip import PaddedTokenizer
+from fedvlm.backbones.tokenizers import SiglipTokenizer
 from fedvlm.errors import FedvlmError
 
 PHRASES = ["a photo of a cat", "A photo of the red, red tree.", "dog"]
@@ -91,8 +91,8 @@ def test_siglip_2_reads_names_with_capitals_as_transformers_does(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     text = "German Shepherd, a DOG."
     expected = theirs(text, add_special_tokens=False)["input_ids"]
-    ours = PaddedTokenizer(tmp_path, keeps_punctuation=True)
-    assert ours([text], add_special_tokens=False)["input_ids"] == [expected] != [gemma.encode(text).ids]
+    ours = SiglipTokenizer(tmp_path, keeps_punctuation=True)
+    assert ours.words([text]) == [expected] != [gemma.encode(text).ids]
 
 
 @torch.no_grad()

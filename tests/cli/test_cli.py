@@ -250,6 +250,8 @@ def test_doctor_examines_and_names_a_torchvision_that_does_not_fit(capsys, monke
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
     assert main(["doctor"]) == 1
     text = capsys.readouterr()
     assert "torchvision 0.1 does not fit" in text.out and "pip uninstall torchvision" in text.out

@@ -138,7 +138,7 @@ def test_scripts_are_valid(shell, capsys, tmp_path):
 
 
 LINES = """
-fedvlm() {{ "{python}" -m fedvlm.cli "$@"; }}
+fedvlm() {{ "{python}" -m fedvlm "$@"; }}
 source "{script}"
 complete -p fedvlm
 COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'

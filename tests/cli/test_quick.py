@@ -16,12 +16,12 @@ from fedvlm.config.catalogue import SHIPPED, Catalogue
 LIMIT = 0.3  # seconds, user and system, Python's own start included
 ATTEMPTS = 6  # the best counts: another process on the same core makes a run slower, never faster
 HEAVY = ("torch", "numpy", "matplotlib", "transformers", "PIL", "safetensors")
-# as `python -m fedvlm.cli`, with a last line on stderr that says what it took
+# as `python -m fedvlm`, with a last line on stderr that says what it took
 WRAPPER = f"""
 import json, runpy, sys, time
 code = 0
 try:
-    runpy.run_module("fedvlm.cli", run_name="__main__", alter_sys=True)
+    runpy.run_module("fedvlm", run_name="__main__", alter_sys=True)
 except SystemExit as end:
     code = end.code
 loaded = [m for m in {HEAVY} if m in sys.modules]

@@ -17,7 +17,6 @@ from fedvlm import backbones
 from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.backbones.base import in_precision
 from fedvlm.backbones.hf import Clip
-from fedvlm.backbones.preprocessing import Preprocessing, in_two_steps
 from fedvlm.config.config import resolve
 from fedvlm.data import encoding, store
 from fedvlm.data.sample import at_pace
@@ -39,34 +38,13 @@ def pictures(count: int) -> list[Image.Image]:
 
 
 def test_pixels_and_their_table_are_what_the_processor_gives(clip):
-    steps = clip.steps
-    assert steps is not None
     for image in pictures(6):
         made = clip.prepare(image, "raw")
         assert isinstance(made, Tensor) and made.dtype == torch.uint8
-        wanted = clip.processor(images=[image], return_tensors="pt")["pixel_values"]
-        assert torch.equal(clip.pixels([made]), wanted) and torch.equal(steps.gathered(made[None]), wanted)
-        plain = clip.processor(images=[image], return_tensors="pt", do_rescale=False, do_normalize=False)
-        assert torch.equal(clip.encode([image], "pixels"), plain["pixel_values"].to(torch.uint8))
-
-
-@pytest.mark.parametrize("mode", ["shortest", "squash"])
-def test_open_clips_preprocessing_comes_in_two_steps(mode):
-    processor = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear", mode)
-    steps = in_two_steps(processor)
-    assert steps is not None
-    for image in pictures(4):
-        wanted = processor([image])["pixel_values"]
-        assert torch.equal(steps.values(steps.pixels(image)[None]), wanted)
-
-
-def test_a_processor_that_is_more_than_a_table_stays_whole():
-    class Centred(Preprocessing):
-        def __call__(self, images, **options):
-            found = super().__call__(images, **options)["pixel_values"]
-            return {"pixel_values": found - found.mean() if options.get("do_normalize", True) else found}
-
-    assert in_two_steps(Centred(16, (0.5,) * 3, (0.5,) * 3)) is None
+        wanted = clip.processor([image])
+        assert torch.equal(clip.pixels([made]), wanted)
+        assert torch.equal(clip.processor.gathered(made[None]), wanted)
+        assert torch.equal(clip.encode([image], "pixels")[0], made)
 
 
 def test_threads_and_pieces_change_no_bit(clip, tmp_path, monkeypatch):

@@ -65,6 +65,8 @@ def played(method: str, folder: Path, images: Path, **given: object) -> RunFolde
     ],
 )
 def test_workers_change_no_bit(method, given, images, tmp_path, threads):
+    if "dp" in given:
+        pytest.importorskip("dp_accounting")
     alone = played(method, tmp_path / "1", images, **given)
     shared = played(method, tmp_path / "3", images, workers=3, **given)
     for a, b in zip(alone.load()[0], shared.load()[0], strict=True):

@@ -108,7 +108,9 @@ def test_who_was_left_out_is_told_once_also_when_the_run_was_short(tmp_path, cap
 
 def test_tables_do_not_count_what_the_server_does_not_have(record):
     def told(found: RunRecord) -> str:
-        return "\n".join(table_notes({"fedot": [found]}, "last", False, {})) + run_facts({"fedot": [found]})["data"]
+        return (
+            "\n".join(table_notes({"fedot": [found]}, ["G"], "last", False, {})) + run_facts({"fedot": [found]})["data"]
+        )
 
     assert told(record).count(f"{record.data.images} examples") == 2
     assert "examples" not in told(replace(record, data=replace(record.data, images=0)))

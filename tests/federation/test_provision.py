@@ -553,7 +553,7 @@ def test_a_server_and_a_site(tmp_path, monkeypatch, capsys):
     parties: dict[str, subprocess.Popen[str]] = {}
     try:
         for name, words in calls.items():
-            call = [sys.executable, "-m", "fedvlm.cli", *words]
+            call = [sys.executable, "-m", "fedvlm", *words]
             parties[name] = subprocess.Popen(call, cwd=kits, stdout=subprocess.PIPE, text=True, start_new_session=True)
             read_until(parties[name], said[name])
         read_until(parties["server"], "north has joined")

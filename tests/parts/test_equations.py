@@ -24,6 +24,7 @@ from fedvlm.core.state import Reply, State, with_client_axis
 from fedvlm.core.tasks import contrastive, cross_entropy
 from fedvlm.evaluation.protocols import by_seed, matrix_row, matrix_summary, partial
 from fedvlm.parts.adapters.attention import Attention
+from fedvlm.parts.adapters.clip_adapter import ClipAdapter
 from fedvlm.parts.adapters.linear import Linear
 from fedvlm.parts.adapters.mlp import Mlp
 from fedvlm.parts.adapters.rotation import Rotation, cayley, rotate
@@ -47,6 +48,20 @@ def test_attention_is_the_papers_network():
     masked = net(h) * h
     expected = task.scale * (masked / masked.norm(dim=1, keepdim=True)) @ task.names().T
     torch.testing.assert_close(Attention().logits(task, with_client_axis(params), h[None])[0], expected)
+
+
+def test_clip_adapter_is_a_residual_of_two_linear_layers():
+    task, adapter = random_task(), ClipAdapter(reduction=4, ratio=0.2)
+    params = adapter.init(task, 7)
+    net = nn.Sequential(nn.Linear(16, 4, bias=False), nn.ReLU(), nn.Linear(4, 16, bias=False), nn.ReLU())
+    net[0].weight.data.copy_(params["w1"])
+    net[2].weight.data.copy_(params["w2"])
+    h = torch.randn(9, 16)
+    expected = task.scale * F.normalize(0.8 * h + 0.2 * net(h), dim=1) @ task.names().T
+    found = adapter.logits(task, with_client_axis(params), h[None])[0]
+    torch.testing.assert_close(found, expected)
+    frozen = ClipAdapter(ratio=0.0).logits(task, with_client_axis(params), h[None])[0]
+    torch.testing.assert_close(frozen, task.scale * F.normalize(h, dim=1) @ task.names().T)
 
 
 def test_fedclip_has_525312_parameters_at_512():

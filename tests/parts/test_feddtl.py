@@ -598,6 +598,33 @@ def test_training_the_text_tower_lowers_its_loss(double):
     assert nothing == 0.0
 
 
+def test_adam_of_the_text_tower_can_go_on_from_round_to_round(double):
+    """Two rounds of one full batch with kept moments are one round of two steps; reset, the second step is as long again."""
+    task, data = example("lora")
+    method = feddtl(merge=TextServer(text_lr=0.01))
+    received = [(r.values["embeddings"][0], r.values["labels"][0].long()) for r in heard(method, data).values()]
+    kept = TextServer(text_lr=0.01, text_epochs=1, text_batch=1000, text_moments="kept")
+    start, memory = kept.text_adapter(IMAGE).init(task, 5), {}
+    once, _ = kept.train_text_tower(method.model, start, received, 1, memory)
+    twice, _ = kept.train_text_tower(method.model, once, received, 2, memory)
+    both, _ = replace(kept, text_epochs=2).train_text_tower(method.model, start, received, 1)
+    torch.testing.assert_close(twice, both)
+    anew, _ = replace(kept, text_moments="reset").train_text_tower(method.model, once, received, 2, {})
+    assert max(float((anew[k] - twice[k]).abs().max()) for k in anew) > 1e-4
+    state, *_ = play(feddtl(merge=kept), data, 6, rounds=2)
+    assert float(state.server["adam.steps"]) == 2
+
+
+def test_the_text_towers_loss_can_have_a_scale_of_its_own(double):
+    task, data = example("lora")
+    plain, other = feddtl(merge=TextServer()), feddtl(merge=TextServer(text_scale=14.3))
+    same_scale = feddtl(merge=TextServer(text_scale=task.scale))
+    received = [(r.values["embeddings"][0], r.values["labels"][0].long()) for r in heard(plain, data).values()]
+    start = plain.merge.text_adapter(IMAGE).init(task, 5)
+    found = [m.merge.train_text_tower(m.model, start, received, 1)[1] for m in (plain, same_scale, other)]
+    assert found[0] == found[1] != found[2]
+
+
 def test_class_embeddings_take_the_place_of_the_frozen_ones(double):
     """At first they are the same; then clients' answers follow what the server says."""
     task, data = example("lora")

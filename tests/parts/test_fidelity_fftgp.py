@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from fedvlm.config.config import Layout, resolve
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.data import SPLITS
+from fedvlm.core.data import SPLITS, Batch
 from fedvlm.core.descent import Optimiser, by_autograd
+from fedvlm.core.model import Model
 from fedvlm.core.state import Message
 from fedvlm.data.clients import Federation, federate, own_data
 from fedvlm.data.pool import Pools
@@ -26,6 +27,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.evaluation.protocols import matrix_row as row_of
 from fedvlm.evaluation.protocols import matrix_summary
 from fedvlm.federation.admin import refuse_keys
+from fedvlm.parts.adapters.attention import Attention
 from fedvlm.parts.adapters.network import IMAGENET
 from fedvlm.parts.adapters.resnet import ResNet
 from fedvlm.parts.local.bgp import Bgp, aligned_loss
@@ -262,6 +264,30 @@ def rows_of(federation: Federation, k: int, split: str = "test") -> list[int]:
 LAYOUT = Layout(partition="domain-dirichlet", clients=3, alpha=0.3, unseen=("b",))
 
 
+def test_alignment_of_features_of_length_one_does_not_depend_on_their_length(double):
+    """FedCLIP's mask is compared at d times its length, an inferred one; compared=normalised does not depend on it."""
+    task = random_task()
+    now, sent = ({k: v[None] for k, v in Attention().init(task, seed).items()} for seed in (1, 2))
+    draw = torch.Generator().manual_seed(3)
+    batch = Batch(torch.randn(1, 8, task.dim, generator=draw), torch.zeros(1, 8).long(), torch.full((1, 8), 1 / 8))
+
+    def gained(unit: bool, scale: float) -> float:
+        class Longer(Attention):
+            def logits_and_aligned(self, task, params, batch):
+                logits, features = super().logits_and_aligned(task, params, batch)
+                return logits, scale * features
+
+        model = Model(Longer(), task)
+        with_term, without = (
+            aligned_loss(model, "cross-entropy", now, sent, batch, strength, unit) for strength in (1.0, 0.0)
+        )
+        return float(with_term - without)
+
+    assert gained(True, 1.0) == pytest.approx(gained(True, 7.0)) and gained(True, 1.0) > 0
+    assert gained(False, 7.0) > 10 * gained(False, 1.0)
+    assert resolve("fft-gp", {"compared": "normalised"}).local.compared == "normalised"
+
+
 def test_clients_are_scored_on_the_images_that_score_says():
     pool = numbered(source_of("abc", each=20).items)
     own = federate(pool, LAYOUT, 1)
@@ -288,10 +314,23 @@ def test_clients_are_scored_on_the_images_that_score_says():
     assert rows_of(alone, 3, "train") == rows_of(alone, 3, "val") == []
 
 
+def test_each_clients_own_model_on_the_whole_of_a_held_out_domain():
+    """FOCoOp's Tables 4, 9, 10: the clients that train are scored on the images of the one that does not, no others."""
+    pool = numbered(source_of("abc", each=20).items)
+    keys = {"partition": "domain", "clients": 1, "unseen": ("b",), "unseen_split": "all", "score": "unseen"}
+    found = federate(pool, Layout(**keys), 1)
+    whole = [i for i, item in enumerate(pool.source.items) if item.domain == "b"]
+    assert [rows_of(found, k) for k in range(3)] == [whole] * 3 and rows_of(found, 1, "train") == []
+    own = federate(pool, Layout(**keys | {"score": "own"}), 1)
+    assert [rows_of(found, k, "train") for k in range(3)] == [rows_of(own, k, "train") for k in range(3)]
+
+
 def test_what_cannot_be_scored_so_is_refused_in_words():
     plain = numbered(source_of("abc").items)
     with pytest.raises(FedvlmError, match="score=domain: these clients are of no single domain"):
         federate(plain, Layout(partition="dirichlet", score="domain"), 1)
+    with pytest.raises(FedvlmError, match="score=unseen: nobody is held out"):
+        federate(plain, Layout(score="unseen"), 1)
     with pytest.raises(FedvlmError, match="score=all: a site is scored on its own"):
         own_data(plain, Layout(score="all"), 1, ["x", "y", "z"], 0)
     for key in ("score=domain", "unseen_split=all", "classes=x,y"):

@@ -14,6 +14,7 @@ from fedvlm.config.config import resolve
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch
 from fedvlm.core.merge import Replies
+from fedvlm.core.model import Model
 from fedvlm.engines.stacked import Stacked
 from fedvlm.parts.adapters.outsiders import Outsiders
 from fedvlm.parts.local.bdro import Bdro, noise
@@ -80,6 +81,47 @@ def test_the_ascent_finds_the_supremum(double, hold, l1):
         assert best - nothing > 1e-3, "there is something to be found"
         assert found == pytest.approx(best, abs=1e-3 * (best - nothing))
         points[name] = points[name] + shift[name]
+
+
+@pytest.mark.parametrize("hold", [0.1, 0.3, 1.0, 2.0, 5.0, 10.0])
+def test_the_ascent_finds_the_supremum_over_the_whole_of_figure_7(double, hold):
+    """Small penalties leave several maxima: none of 25 starts of L-BFGS ends much higher than the ascent's best."""
+    draw = torch.Generator().manual_seed(int(10 * hold))
+    for name in ("context", "outsiders"):
+        for _ in range(3):
+            size = (1, 3, 4) if name == "context" else (1, 2, 4)
+            points = {
+                "context": torch.randn(1, 3, 4, generator=draw),
+                "outsiders": torch.randn(1, 2, 4, generator=draw),
+            }
+            points = {k: F.normalize(v, dim=-1) for k, v in points.items()}
+            x = F.normalize(torch.randn(1, 8, 4, generator=draw) + 0.5, dim=-1)
+            batch = Batch(x, torch.randint(3, (1, 8), generator=draw), torch.full((1, 8), 1 / 8))
+            task, adapter = random_task(3, 4)._replace(scale=10.0), Outsiders(count=2)
+            rule = Bdro(penalty=hold, outsider_penalty=hold, starts=3, ascent_steps=20)
+
+            def loss(part, points=points, batch=batch, task=task, adapter=adapter):
+                moved = {k: v + part[k] if k in part else v for k, v in points.items()}
+                return batch.mean(adapter.losses(adapter.logits_of(task, moved, batch), batch.y))
+
+            start = {name: torch.full(size, rule.sigma)}
+            found = max(float(rule.ascend(loss, one)[0]) for one in (start, *rule.far_starts(start, batch)))
+            best = max(highest_by_lbfgs(rule, loss, name, size, draw) for _ in range(25))
+            assert found > 0.94 * best, (hold, name)  # 0.6 of it from the noise alone
+
+
+def highest_by_lbfgs(rule, loss, name, size, draw) -> float:
+    shift = (torch.randn(size, generator=draw) * 10 ** (3 * float(torch.rand(1, generator=draw)) - 1)).requires_grad_()
+    solver = torch.optim.LBFGS([shift], max_iter=200, line_search_fn="strong_wolfe")
+
+    def lost():
+        solver.zero_grad()
+        value = -(loss({name: shift}) - rule.price(name, shift)).sum()
+        value.backward()
+        return value
+
+    solver.step(lost)
+    return -float(lost().detach())
 
 
 @pytest.mark.parametrize("hold", [20.0, Bdro.penalty])
@@ -157,3 +199,23 @@ def test_the_share_of_the_global_context(double, fusion):
     torch.testing.assert_close(
         adapter.diagnose(task, {"own": one, "context": one}, torch.empty(0))["global_share"], torch.tensor([fusion])
     )
+
+
+def test_the_worst_case_of_the_authors_code_moves_every_prompt_by_steps_of_one_length(double):
+    """Four steps of length 1 along one direction move a prompt by 4 at most, far more than the penalised worst case, and the
+    loss there is cross-entropy + ½ H without −log p(ID)."""
+    points, batch, task = plane()
+    rule = Bdro(bos="authors", strength=0.5)
+    model = Model(FLAT, task)
+    losses = rule.losses_at(model, {}, batch, spread=1.0)
+    start = {k: torch.full_like(v, rule.sigma) for k, v in points.items()}
+    shift = rule.unit_steps(losses, points, start, batch)
+    for moved in shift.values():
+        assert (moved.norm(dim=-1) <= 0.5 * rule.ascent_steps + 1e-2).all() and (moved.norm(dim=-1) > 0.5).all()
+    moved = {k: v + shift[k] for k, v in points.items()}
+    logits = FLAT.logits_of(task, moved, batch)
+    outsider = logits[..., 2:]
+    expected = (
+        F.cross_entropy(logits[0], batch.y[0], reduction="none") + 0.5 * (outsider.logsumexp(-1) - outsider.mean(-1))[0]
+    )
+    assert torch.allclose(rule.losses_at(model, {}, batch)(moved)[0], expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import replace
 
@@ -218,6 +219,19 @@ def test_calibration_is_a_barycentre(double):
 def test_each_noun_keeps_its_least_class_like_version():
     mass = torch.tensor([[0.5, 0.1, 0.2], [0.1, 0.3, 0.3]])
     assert least_per_noun(mass).tolist() == [3, 1, 2]
+
+
+def test_the_least_of_all_contexts_can_be_kept_as_printed(double):
+    """Eq. 11: the U of all K·U with the least mass, whatever their noun."""
+    draw = torch.Generator().manual_seed(1)
+    shared = {"context": torch.randn(3, 2, 4, generator=draw)}
+    sets = torch.randn(4, 5, 2, 4, generator=draw)
+    mass = transport_plan(shared["context"], sets.flatten(0, 1), Transport.relaxation).sum(0)
+    told = argparse.Namespace(acted=lambda **_: None)
+    replies = argparse.Namespace(shared={"outsiders": sets})
+    found = Transport(kept="all").calibrated(shared, replies, told)["outsiders"]
+    assert torch.equal(found, sets.flatten(0, 1)[mass.sort(stable=True).indices[:5]])
+    assert not torch.equal(found, Transport().calibrated(shared, replies, told)["outsiders"])
 
 
 @pytest.mark.parametrize("change", [{"class_like": 0.0}, {"class_like": 1.0}, {"retain": 0.0}, {"relaxation": 50.0}])

@@ -157,7 +157,9 @@ def test_clip_whole_is_both_encoders(double):
     whole, model = tiny_whole(), tiny_clip()
     tokens = whole.tokens(task.phrases)
     pixels = (x - whole.image.mean) / whole.image.std
-    expected = model(pixel_values=pixels.double(), **tokens).logits_per_image / model.logit_scale.exp() * task.scale
+    expected = (
+        model(pixel_values=pixels.double(), input_ids=tokens).logits_per_image / model.logit_scale.exp() * task.scale
+    )
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     prepared = adapter.prepare(task, params, {})
     torch.testing.assert_close(adapter.logits(task, prepared, x[None])[0], logits)

@@ -182,6 +182,27 @@ def test_faa_perturbs_by_gas_step_of_this_round():
     torch.testing.assert_close(second, torch.einsum("k,kcd->cd", moved / moved.sum(), heads))
 
 
+def test_three_merges_of_the_same_replies_are_compared():
+    """Figure 6 of FFT-GP: the variance of the gaps with uniform weights, GA's and FAA's; and how linear a gap is."""
+    method, data = build("head", "sgd", "faa"), random_data(random_task())
+    compared = Method.build(method.adapter, method.local, replace(method.merge, compare=True), method.task, 5)
+    engine, plain = Heard(Stacked(compared, data, 6)), method.init(6)
+    cohort = Cohort(engine, ABLE, 1, rounds=5)
+    after = compared.round(compared.init(6), cohort)
+    close(after.shared, method.round(plain, Cohort(Stacked(method, data, 6), ABLE, 1, rounds=5)).shared)
+    (trained,), sent = engine.replies["train"], engine.sent["validate"]
+    heads, found = trained.shared["head"], {k: v[0] for k, v in cohort.effects.items()}
+    at_once = losses_by_hand(method.task, data, heads, trained.ids)
+    gaps = [losses_by_hand(method.task, data, [head] * 5) - at_once for head in sent]
+    assert len(gaps) == 5
+    torch.testing.assert_close(sent[2], heads.mean(0))
+    torch.testing.assert_close(sent[3], after.shared["head"])
+    for name, gap in zip(("ga_spread", "mean_spread", "faa_spread"), gaps[1:4], strict=True):
+        assert found[name] == pytest.approx(float(gap.var(correction=0)), rel=1e-4)
+    bend = (gaps[4] - (gaps[0] + gaps[1]) / 2).norm() / (gaps[1] - gaps[0]).norm()
+    assert found["curvature"] == pytest.approx(float(bend), rel=1e-3) and found["curvature"] < 0.2
+
+
 def test_a_client_without_an_answer_counts_as_the_mean_gap():
     method, data = build("head", "sgd", "faa"), random_data(random_task())
     cohort, state = Cohort(Stacked(method, data, 6), ABLE, 1), method.init(6)

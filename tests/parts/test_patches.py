@@ -67,7 +67,7 @@ def test_patches_are_the_towers_tokens_and_row_0_the_embedding():
     torch.testing.assert_close(found[:, 0].float(), clip.images(shown), atol=1e-3, rtol=0)
     tower, head = clip.model.vision_model, clip.model.visual_projection
     with torch.no_grad():
-        states = tower(pixel_values=clip.pixels(shown)).last_hidden_state
+        states = tower(clip.pixels(shown)).last_hidden_state
         tokens = torch.stack([head(tower.post_layernorm(states[:, p])) for p in range(65)], 1)
     torch.testing.assert_close(found.float(), tokens / tokens.norm(dim=-1, keepdim=True), atol=1e-3, rtol=0)
     assert (found[:, 1:] - found[:, :1]).abs().amax((1, 2)).min() > 0.1

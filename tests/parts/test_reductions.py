@@ -168,6 +168,17 @@ def test_the_proximal_term_and_its_gradient():
     torch.testing.assert_close(more - loss, 0.35 * (now["head"] - message.shared["head"]).square().sum()[None])
 
 
+def test_a_portfolio_as_in_focoops_code(double):
+    """θ = 0.2, contexts from draws of their own, a mean that is not normalised."""
+    task, _ = example("portfolio")
+    theirs = Portfolio(context=2, share=0.2, apart=True, normalised=False)
+    start, ours = theirs.init(task, 3), Portfolio(context=2).init(task, 3)
+    assert torch.equal(ours["own"], ours["context"]) and not torch.allclose(start["own"], start["context"])
+    one = {k: v[None] for k, v in start.items()}
+    shared, own = (Prompt(context=2).class_vectors(task, {"context": one[k]}) for k in ("context", "own"))
+    assert torch.allclose(theirs.class_vectors(task, one), 0.8 * shared + 0.2 * own)
+
+
 def test_a_portfolio_of_one_is_a_prompt(double):
     """Without a private share it is PromptFL; with all of it, the private context alone."""
     task, data = example("portfolio")

@@ -17,7 +17,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 def rooms() -> list[str]:
     """The rooms from the top down, as the import contract has them."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return list(config["tool"]["importlinter"]["contracts"][0]["layers"])
+    layers = config["tool"]["importlinter"]["contracts"][0]["layers"]
+    return [name for name in layers if not name.startswith("__")]
 
 
 def first_sentence(name: str) -> str:

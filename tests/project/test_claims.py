@@ -11,6 +11,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from fedvlm.config.config import resolve
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -90,13 +92,60 @@ def test_figures_of_another_definition_are_not_taken(claims, record):
     assert "definition was changed" in changed.why and "2026-01-01" in claim.measured
 
 
-def test_a_claim_that_fails_is_not_tested_where_its_mechanism_did_not_act(claims):
-    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "mechanism": [{}]}
+def test_both_sides_of_a_comparison_mean_the_same(claims):
+    """They differ in what a side's settings name, in what the paper says that the method has, and in lr (one grid)."""
+    from papers import protocol, published
+
+    for claim in claims.claims(claims.PAPERS, []):
+        own = published.paper(claim.paper).get("own", {}) if claim.paper in published.paper_names() else {}
+        for one in claim.compared:
+            meant, named = {}, {"lr"}
+            for name, side in zip(("left", "right"), claim.sides(one), strict=False):
+                keys = dict(side.keys) | {"data": "emoji", "outsiders": "", "bound": 0}
+                meant[name] = protocol.meaning(resolve(side.method, keys))
+                named |= set(one[name].get("settings", {})) | set(own.get(side.method, {}).get("settings", {}))
+            assert protocol.differing(meant).keys() <= named, (claim.name, one)
+
+
+@pytest.mark.parametrize(
+    ("relation", "mean", "half", "margin", "verdict"),
+    [
+        (">", 2.0, 1.0, 1.0, "holds"),
+        (">", 0.5, 0.4, 1.0, "does not hold"),  # above 0, and surely less than of interest
+        (">", 0.5, 0.6, 1.0, "not decided"),
+        ("<", -2.0, 1.0, 1.0, "holds"),
+        ("<", 1.0, 0.5, 1.0, "does not hold"),
+        (">=", 0.2, 1.8, 1.0, "not decided"),  # it could be 1.6 below
+        (">=", -0.2, 0.5, 1.0, "holds"),
+        (">=", -2.0, 0.5, 1.0, "does not hold"),
+        ("~", 0.2, 0.5, 1.0, "holds"),
+        ("~", 0.2, 1.5, 1.0, "not decided"),
+        ("~", 3.0, 1.5, 1.0, "does not hold"),
+    ],
+)
+def test_three_verdicts_by_interval_and_smallest_effect_of_interest(claims, relation, mean, half, margin, verdict):
+    assert claims.verdict_of(relation, mean, half, margin) == verdict
+
+
+def test_the_smallest_effect_of_interest_is_the_papers_where_that_is_smaller(claims):
+    one = {"measure": "G", "relation": ">"}
+    assert claims.interest(one, {"left": 97.5, "right": 97.38}) == pytest.approx(0.12)
+    assert claims.interest(one, {"left": 90, "right": 80}) == claims.interest(one, {}) == 1.0
+    assert claims.interest(one | {"margin": 3}, {"left": 97.5, "right": 97.38}) == 3.0
+
+
+def test_a_claim_is_not_tested_where_its_mechanism_did_not_act(claims):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": ""}
+    content["mechanism"] = [{"method": "fedot", "diagnostic": "condition", "relation": "<", "value": 1}]
     content["compare"] = {"left": {"method": "fedot"}, "right": {"method": "fedclip"}, "measure": "C", "relation": ">"}
-    claim = claims.Claim("fedot", content, [claims.Outcome(1, 2, -1, 0.1)], [("condition", 1.0)], acted=True)
-    assert claim.verdict == claims.FAILS
-    claim.acted = False
-    assert (claim.verdict, claim.why) == (claims.UNTESTED, "the mechanism was not seen to act")
+    for difference, verdict in ((-1, claims.FAILS), (1, claims.HOLDS)):
+        claim = claims.Claim(
+            "fedot", content, [claims.Outcome(1, 2, difference, 0.1)], [("condition", 1.5)], acted=True
+        )
+        assert claim.verdict == verdict
+        claim.acted = False
+        missed = "the mechanism did not act: condition 1.5, not < 1"
+        assert (claim.verdict, claim.why) == (claims.UNTESTED, missed)
 
 
 def test_a_claim_whose_loser_did_not_learn_is_not_tested(claims, record):

@@ -39,7 +39,6 @@ from fedvlm.engines.rows import Rows
 from fedvlm.engines.stacked import Stacked
 from fedvlm.federation.wire import Header, pack_message, to_message, unpack
 from fedvlm.rounds.method import Method
-from fedvlm.towers import products
 
 COMBINATIONS = [
     ("head", "sgd", "mean"),
@@ -80,11 +79,8 @@ def arrived(sent: Message) -> Message:
     return to_message(*unpack(pack_message(sent, Header("train"))))
 
 
-@pytest.mark.parametrize("library", ["oneDNN", "MKL"])
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
-def test_a_site_answers_with_the_bits_of_a_simulation(names, library, monkeypatch):
-    if library == "MKL":
-        monkeypatch.setattr(products, "onednn", lambda: None)
+def test_a_site_answers_with_the_bits_of_a_simulation(names, library):
     method = build(*names)
     data, sent = example(method.adapter)[1], message(method)
     same_bits(method, data, sent)

@@ -13,12 +13,12 @@ import pytest
 import reproduce
 import yaml
 from helpers import train_small
-from papers import curves, manifest, published
+from papers import curves, manifest, protocol, published
 from papers.data import BACKBONES, Found, locate, other_backbone, vision
 from papers.manifest import LAYOUTS, data_sets, find, members, numbers_of, parts, runnable
 from papers.measures import half_width, seed_values
 from papers.rehearsal import made_up
-from papers.run import keys_of
+from papers.run import keys_of, unlike_others
 from run_folders import DOMAINS
 from run_folders import write as fake_run
 
@@ -54,6 +54,53 @@ def test_every_manifest_can_be_read_and_its_runs_can_be_set_up(paper):
                 setup = resolve(row.method, keys_of(part, row, Found("x", {}, ""), {}))
                 assert setup.config.rounds == part.keys.get("rounds", setup.config.rounds) or not setup.config.rounds
         assert {"seeds", "protocol", "score"} <= keys
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_column_of_a_table_means_the_same_for_every_row(paper):
+    """Split, images, model, weights, optimiser and rate agree, or the row says why they do not; nothing is cut short."""
+    for part in parts(paper):
+        setups = {row.title: resolve(row.method, keys_of(part, row, Found("x", {}, ""), {})) for row in part.able}
+        explained = {row.title: set(row.settings) if row.why else set() for row in part.able}
+        for title, keys in unlike_others(part, setups).items():
+            assert keys.keys() <= explained[title], (part.title, part.name, title)
+        assert {s.config.bound for s in setups.values() if s.config.rounds} <= {0}, (part.title, part.name)
+
+
+@pytest.mark.parametrize(
+    ("paper", "stated"),
+    [
+        ("fedclip", {"unseen_split": "all", "optimiser": "adam", "keep": False, "weights": "size"}),  # Eq. 2, 3.2
+        ("fedot", {"keep": False, "weights": "uniform", "epochs": 1, "batch": 32}),  # Table S3, D.2
+        ("fft-gp", {"keep": True, "unseen_split": "all", "personal_split": "val"}),  # 4.1.1
+        ("focoop", {"keep": False, "epochs": 2}),
+        ("feddtl", {"keep": False, "epochs": 2, "batch": 64}),
+    ],
+)
+def test_rows_follow_what_their_paper_states(paper, stated):
+    elsewhere = {"fedgh": {"keep"}, "with fine-tuning": {"keep"}}
+    for part in parts(paper):
+        subject = set.intersection(*(set(r.settings) for r in part.rows), set(stated)) | set(part.keys)
+        for row in part.able:
+            found = protocol.meaning(resolve(row.method, keys_of(part, row, Found("x", {}, ""), {})))
+            free = subject | elsewhere.get(row.method, set()) | elsewhere.get(row.title, set())
+            wrong = {k: found[k] for k in stated if k in found and k not in free and found[k] != stated[k]}
+            assert not wrong, (part.title, part.name, row.title)
+
+
+def test_rows_that_differ_are_told_with_their_reason():
+    (part,) = find("fedot", "1", "pacs")
+    setups = {row.title: resolve(row.method, keys_of(part, row, Found("x", {}, ""), {})) for row in part.able}
+    from papers import run
+
+    planned = [run.Planned(row, setups[row.title]) for row in part.able]
+    told = run.notes(part, planned, Found("x", {}, ""))
+    assert any(
+        re.fullmatch(r"FedCLIP differs: optimiser=adam weight_decay=0 lr=0.0005 \(Adam as .*\)", t) for t in told
+    )
+    assert any("94.23, 94.93 and 94.89" in t for t in told)  # the paper has three values for one run
+    rows = {"a": {"lr": 1, "keep": True}, "b": {"lr": 1, "keep": True}, "c": {"lr": 2, "keep": False}}
+    assert protocol.unlike(rows, {"lr"}) == {"c": {"keep": "False"}}
 
 
 def test_rows_name_methods_and_presets_that_exist():
@@ -118,9 +165,9 @@ def test_a_wrong_manifest_is_an_error_that_names_the_place(change, says):
         "measures": ["P"],
         "rows": [{"method": "fedot", "P": 97}],
     }
-    manifest._part(Path("x.yaml"), "x", "X", good)
+    manifest._part(Path("x.yaml"), "x", {"paper": "X", "title": "", "tables": []}, good)
     with pytest.raises(FedvlmError, match=says):
-        manifest._part(Path("x.yaml"), "x", "X", good | change)
+        manifest._part(Path("x.yaml"), "x", {"paper": "X", "title": "", "tables": []}, good | change)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +297,7 @@ def test_costs_runs_and_what_is_there(pacs, tmp_path, capsys):
     again = capsys.readouterr().out
     assert "8 of 8 runs are already finished" in again and "runs to do" not in again
     assert first.split("row  ")[-1] == again.split("row  ")[-1]
-    table = api.runs(tmp_path).table()  # the same numbers as `bench` prints
+    table = api.runs(tmp_path).table("selected")  # the same numbers as `bench select=selected` prints
     fedot = next(v for v in table.values if v["method"] == "fedot")
     assert re.search(rf"FEDOT \(Ours\) +G +{fedot['G']:.2f} +– +94.53 ± 0.35 +{fedot['G'] - 94.53:+.2f}\n", again)
     by_target = ["fedot", "S5", *words[2:]]
@@ -259,11 +306,14 @@ def test_costs_runs_and_what_is_there(pacs, tmp_path, capsys):
     sketch = next(
         r.record for r in api.runs(tmp_path) if r.record.method.name == "fedot" and r.record.unseen == ["sketch"]
     )
-    assert re.search(rf"G@sketch +{100 * sketch.finished.last['G']:.2f} ", out.split("FedOT ")[-2])
+    ours = f"{100 * sketch.finished.at('selected')['G']:.2f}"
+    assert re.search(rf"G@sketch +{ours} +– +85.73 ± 1.47", out)
 
 
 def test_a_row_that_cannot_be_run_says_why(pacs, tmp_path, capsys):
-    row = manifest.Row("Ours (other)", "", "", {}, "not in fedvlm: it is a test", "", {"G": manifest.Published(50.0)})
+    row = manifest.Row(
+        "Ours (other)", "", "", {}, "", "not in fedvlm: it is a test", "", {"G": manifest.Published(50.0)}
+    )
     (part,) = find("fedot", "1", "pacs")
     keys = {"rounds": 1, "seeds": "1", "unseen": "photo", "out": str(tmp_path), "jobs": 1}
     from papers import run

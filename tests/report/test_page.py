@@ -86,10 +86,10 @@ def test_tables_are_described_for_screen_readers(runs: list[RunFolder]) -> None:
     tables = re.findall(r"<table.*?</table>", page, re.DOTALL)
     assert all('scope="col"' in t and 'scope="row"' in t for t in tables)
     assert all("<caption>" in t for t in tables if "sortable" in t)
-    heads = set(re.findall(r'<th scope="col"([^>]*)>(G|S|P|C|seconds|MB up/round)</th>', page))
-    assert {name for _, name in heads} == {"G", "S", "P", "C", "seconds", "MB up/round"}
+    heads = set(re.findall(r'<th scope="col"([^>]*)>(new clients G %|own clients P %|seconds ↓|sent MB ↓)</th>', page))
+    assert {name for _, name in heads} == {"new clients G %", "own clients P %", "seconds ↓", "sent MB ↓"}
     assert all("title=" in attributes for attributes, _ in heads)
-    assert "<b>76.50 ± 0.71</b>" in page and 'href="#main"' in page
+    assert 'href="#main"' in page
 
 
 def test_everything_in_a_run_folder_is_text(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_names_cover_neither_markers_nor_each_other() -> None:
 
 
 def test_notes_that_explain_columns_are_not_repeated(runs: list[RunFolder]) -> None:
-    page, said = html(runs), "S: shared model on the clients that train"
+    page, said = html(runs), "own, shared (S): the clients that train"
     assert any(said in note for note in summarise(runs).notes) and said not in page and "What the columns mean" in page
 
 

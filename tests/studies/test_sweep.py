@@ -88,7 +88,7 @@ def test_it_says_what_was_tried_and_goes_on_where_it_stopped(swept, images, caps
     assert "fedavg is not in all of the sweep: it has no mu" in text
     assert "fedavg has no mu=: it is left out of that part of the sweep" in said
     assert f"6 runs in {swept}\n" in text and f"next: fedvlm report {swept}\n" in text
-    assert f"next: fedvlm predict {swept / 'fedprox'}" in text
+    assert f"next: fedvlm predict {swept / 'fed'}" in text
 
 
 def test_a_grid_is_the_product_and_a_failed_run_is_never_chosen():

@@ -25,7 +25,7 @@ def test_ctrl_c_ends_a_bench_and_cancels_what_is_queued(jobs, images, tmp_path):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the process
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fedvlm.cli", *words],
+            [sys.executable, "-m", "fedvlm", *words],
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

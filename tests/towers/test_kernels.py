@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import ours
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel
@@ -110,7 +111,7 @@ def with_and_without(monkeypatch, work):
 @pytest.mark.parametrize("kinds", [1, 3])
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_the_text_tower_with_and_without_kernels(monkeypatch, model, kinds, low_rank):
-    tower = TextTower.of(model, load("mini-clip").tokenizer)
+    tower = TextTower.of(ours(model), load("mini-clip").tokenizer)
     plan = tower.plan(["ox", "grand piano", "a dollar bill"], 4)
     context = 0.1 * drawn(2, kinds, 4, 64)
     lora = (
@@ -126,7 +127,7 @@ def test_the_text_tower_with_and_without_kernels(monkeypatch, model, kinds, low_
 
 
 def test_the_image_tower_with_and_without_kernels(monkeypatch, model):
-    top, hidden = ImageLayers.of(model), drawn(1, 3, 5, 64)
+    top, hidden = ImageLayers.of(ours(model)), drawn(1, 3, 5, 64)
     lora = {f"image.1.out.{k}": 0.1 * drawn(2, *shape) for k, shape in (("A", (4, 64)), ("B", (64, 4)))}
 
     def work() -> tuple[Tensor, ...]:

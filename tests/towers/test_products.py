@@ -13,15 +13,6 @@ from fedvlm.towers import products
 WIDTHS = [(256, 768), (1024, 256), (96, 33), (48, 16), (256, 1), (7, 300), (512, 2048)]
 
 
-@pytest.fixture(params=["oneDNN", "MKL"])
-def library(request, monkeypatch):
-    if request.param == "MKL":
-        monkeypatch.setattr(products, "onednn", lambda: None)
-    elif products.onednn() is None:
-        pytest.skip("a torch without oneDNN's operator")
-    return request.param
-
-
 def tensors(inner: int, outer: int, rows: int = 130):
     seeded = torch.Generator().manual_seed(inner + outer)
     return [torch.randn(shape, generator=seeded) for shape in ((2, rows // 2, inner), (outer, inner), (outer,))]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers import ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,11 +46,11 @@ def cases(clip) -> dict[tuple[str, torch.dtype], Case]:
     with torch.no_grad():
         for weight in random.parameters():  # freshly initialised norms are ones and zeros, which would hide mistakes
             weight.add_(torch.randn(weight.shape, generator=draw) * 0.2)
-    models = {"mini-clip": deepcopy(clip.model).cpu(), "random": random}
-    made = {(name, torch.float32): Case(m, TextTower.of(m, clip.tokenizer)) for name, m in models.items()}
+    models = {"mini-clip": CLIPModel.from_pretrained(clip.folder, dtype=torch.float32).eval(), "random": random}
+    made = {(name, torch.float32): Case(m, TextTower.of(ours(m), clip.tokenizer)) for name, m in models.items()}
     for name, model in models.items():
         wide = deepcopy(model).double()
-        made[name, torch.float64] = Case(wide, TextTower.of(wide, clip.tokenizer))
+        made[name, torch.float64] = Case(wide, TextTower.of(ours(wide), clip.tokenizer))
     return made
 
 
@@ -64,14 +65,13 @@ def reference(case: Case, names, context: Tensor, position: str = "end", cut: in
     """Every prompt at the tower's full length through Hugging Face's modules."""
     text, tokenizer = case.model.text_model, case.tower.tokenizer
     table, places = text.embeddings.token_embedding.weight, text.embeddings.position_embedding.weight
-    ask = {"add_special_tokens": False, "return_tensors": "pt"}
     half = context.shape[2] if position == "end" else context.shape[2] // 2
     prompts, ends = [], []
     for client in context:
         for c, name in enumerate(names):
             vectors = client[c if len(client) > 1 else 0]
-            words = table[tokenizer(name, **ask)["input_ids"][0, :cut]]
-            last = table[[*tokenizer(".", **ask)["input_ids"][0].tolist(), tokenizer.eos_token_id]]
+            words = table[tokenizer.words([name])[0][:cut]]
+            last = table[[*tokenizer.words(["."])[0], tokenizer.eos_token_id]]
             prompt = torch.cat([table[[tokenizer.bos_token_id]], vectors[:half], words, vectors[half:], last])
             ends.append(len(prompt) - 1)
             prompts.append(torch.cat([prompt, table[[0]].expand(len(places) - len(prompt), -1)]))
@@ -221,11 +221,12 @@ def test_bfloat16_is_close(cases, kinds):
 
 def test_only_the_context_gets_a_gradient(cases, clip):
     model = deepcopy(cases["random", torch.float32].model).requires_grad_(True)
-    tower = TextTower.of(model, clip.tokenizer)
+    mine = ours(model).requires_grad_(True)
+    tower = TextTower.of(mine, clip.tokenizer)
     context = contexts(tower, kinds=len(NAMES)).requires_grad_()
     tower.features(tower.plan(NAMES, VECTORS), context).pow(3).sum().backward()
     assert context.grad is not None and context.grad.abs().sum() > 0
-    assert all(weight.grad is None for weight in model.parameters())
+    assert all(weight.grad is None for weight in [*mine.parameters(), *model.parameters()])
 
 
 def test_the_module_does_not_import_transformers():

@@ -9,11 +9,12 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from helpers import layered, random_task, state_of, tiny_clip
+from helpers import layered, ours, random_task, state_of, tiny_clip
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPModel
 
 from fedvlm.backbones import load
 from fedvlm.backbones.base import encode_view, tower_of, view_format
@@ -30,7 +31,7 @@ from fedvlm.parts.adapters.maple import Maple
 from fedvlm.parts.adapters.mma import Mma
 from fedvlm.parts.adapters.visual import Visual
 from fedvlm.towers import products
-from fedvlm.towers.text import TextTower
+from fedvlm.towers.text import TextTower, padded
 from fedvlm.towers.vision import ImageLayers, Towers
 from fedvlm.training import train
 from fedvlm.training.planned_run import PlannedRun
@@ -58,7 +59,8 @@ def pictures() -> list[Image.Image]:
 
 @lru_cache
 def whole() -> Towers:
-    return Towers(ImageLayers.of(tiny_clip(LAYERS)), TextTower.of(tiny_clip(LAYERS), load("mini-clip").tokenizer))
+    model = ours(tiny_clip(LAYERS))
+    return Towers(ImageLayers.of(model), TextTower.of(model, load("mini-clip").tokenizer))
 
 
 def noise(*shape: int, seed: int = 1, size: float = 0.5) -> Tensor:
@@ -79,8 +81,9 @@ def embeddings(model, hidden: Tensor, layers: int, every: bool = False) -> Tenso
 
 
 def words(model, texts) -> Tensor:
-    tokens = load("mini-clip").tokenizer(list(texts), padding=True, truncation=True, max_length=16, return_tensors="pt")
-    return F.normalize(model.text_projection(model.text_model(**tokens).pooler_output), dim=-1)
+    tokenizer = load("mini-clip").tokenizer
+    tokens = padded(tokenizer.phrases(texts, 16), tokenizer.pad_token_id)
+    return F.normalize(model.text_projection(model.text_model(tokens).pooler_output), dim=-1)
 
 
 def low_rank(tower: str, clients: int, layers: int, projections=PROJECTIONS, rank: int = 2) -> Params:
@@ -112,7 +115,8 @@ def far(one: Tensor, other: Tensor) -> float:
 def test_a_view_is_the_towers_own_activations(clip, pictures):
     pixels = clip.pixels(pictures)
     with products.fast_linear(pixels):
-        own = clip.model.vision_model(pixel_values=pixels, output_hidden_states=True).hidden_states
+        theirs = CLIPModel.from_pretrained(clip.folder, dtype=torch.float32).vision_model
+        own = theirs(pixel_values=pixels.cpu(), output_hidden_states=True).hidden_states
     for k in (0, 3, 7):
         for view in (f"hidden@{k}", f"hidden@{k - 8}"):
             found = encode_view(clip, pictures, view)
@@ -144,7 +148,7 @@ def test_the_last_layers_on_stored_activations_are_the_whole_tower(clip, picture
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_the_last_layers_are_exact(layers):
-    model, top = tiny_clip(LAYERS), ImageLayers.of(tiny_clip(LAYERS), layers)
+    model, top = tiny_clip(LAYERS), whole().image.last(layers)
     *_, enters = states(model)[: LAYERS - layers + 1]
     plain = model.visual_projection(model.vision_model(pixel_values=noise(6, 3, 8, 8)).pooler_output)
     assert far(top.features(enters[None])[0], plain) < 1e-10
@@ -215,7 +219,7 @@ def test_low_rank_changes_go_with_a_learned_context():
         context = noise(2, kinds, 2, 8)
         together = reader.features(plan, context, lora=lora)
         for client in range(2):
-            tower = TextTower.of(merged(lora, client, 1.0), reader.tokenizer)
+            tower = TextTower.of(ours(merged(lora, client, 1.0)), reader.tokenizer)
             assert far(together[client], tower.features(plan, context[client : client + 1])[0]) < 1e-10
 
 

@@ -29,7 +29,7 @@ from fedvlm.training.processes import run_all
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "fedvlm.cli", *words]
+    return [sys.executable, "-m", "fedvlm", *words]
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bits(images, tmp_path):

@@ -69,7 +69,7 @@ def test_runs_elsewhere_are_the_runs_here(images, tmp_path, cluster):
         told.append((i, -1 if record is None else record["round"]))
 
     found = processes.run_all(jobs_of(images, tmp_path / "there"), 0, report)
-    assert all(words[1:4] == ["-m", "fedvlm.cli", "resume"] for words in cluster.sent) and len(cluster.sent) == 2
+    assert all(words[1:4] == ["-m", "fedvlm", "resume"] for words in cluster.sent) and len(cluster.sent) == 2
     assert all(isinstance(word, str) for words in cluster.sent for word in words)
     assert cluster.options == {"cpus_per_task": 4, "slurm_partition": "gpu"}
     assert [n for i, n in told if i == 0] == [0, 1, 2, -1]

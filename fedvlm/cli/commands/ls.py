@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue
+from fedvlm.config.families import FAMILIES, PAPERS, family
+from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.system import console
+from fedvlm.system.formatting import counted
+
+if TYPE_CHECKING:
+    from fedvlm.training.folder import RunFolder
 
 KINDS = {"adapters": "adapter", "local": "local", "merges": "merge", "metrics": "metric", "engines": "engine"}
 
@@ -30,31 +37,62 @@ def main(args: argparse.Namespace) -> None:
 
 
 def list_runs() -> None:
-    """List the runs in the folder of runs, with their last scores."""
-    from fedvlm.core.records import value_of
-    from fedvlm.evaluation.protocols import target
+    """List the runs in the folder of runs, with their last scores: a table for each folder that holds some."""
+    from itertools import groupby
+
+    from fedvlm.report.columns import DEFINED
     from fedvlm.system.machine import runs_home
     from fedvlm.training.folder import find_runs
 
-    lines = []
-    for run in find_runs([str(runs_home())]):
-        record = run.record
-        last = record.result.last if record.result else None
-        shared = (last or {}).get("shared", {}).get("test")
-        scores = [value_of(last, "G"), shared, value_of(last, "P")] if last else [None] * 3
-        state = str(last["round"]) if last else "not finished"
-        about = [record.method.label, record.data.name, record.backbone.name, target(record), str(record.seed), state]
-        lines.append([*about, *("–" if s is None else f"{100 * s:.1f}" for s in scores), run.folder.name])
-    console.rows(["method", "data", "backbone", "held out", "seed", "rounds", "G", "S", "P", "folder"], lines)
-    console.note(f"in {runs_home()} (FEDVLM_RUNS); `fedvlm compare` makes a table of them, `fedvlm show RUN` one run's")
+    found = find_runs([str(runs_home())])
+    for folder, members in groupby(found, lambda run: run.folder.parent):
+        lines = list[list[str]]()
+        for run in members:
+            try:
+                lines.append([str(len(lines) + 1), *about_run(run)])
+            except FedvlmError as error:
+                console.warn(str(error))
+        console.line(f"{folder.resolve()}: {counted(len(lines), 'run')}", "bold")
+        titles = [DEFINED[m].title for m in ("G", "P", "S")]
+        about = ["run", "held out", "seed", "data", "backbone", "started"]
+        console.rows(["#", "method", *titles, "rounds", *about], lines)
+    console.note("`fedvlm show|predict|export|compare|report|resume` take these names and folders, from any folder")
+
+
+def about_run(run: RunFolder) -> list[str]:
+    from fedvlm.core.records import value_of
+    from fedvlm.evaluation.protocols import target
+
+    record = run.record
+    last = record.result.last if record.result else None
+    shared = (last or {}).get("shared", {}).get("test")
+    scores = [value_of(last, "G"), value_of(last, "P"), shared] if last else [None] * 3
+    shown = ["–" if s is None else f"{100 * s:.1f}" for s in scores]
+    about = [
+        run.folder.name,
+        target(record),
+        str(record.seed),
+        record.data.name,
+        record.backbone.name,
+        record.started[:16],
+    ]
+    return [record.method.label, *shown, str(last["round"]) if last else "not finished", *about]
 
 
 def list_methods(known: Catalogue) -> None:
-    rows = [[m.name, m.parts, m.private, m.upload, m.paper] for m in known.methods]
-    console.rows(["method", "adapter × local × merge", "private", "kB up/client", "paper"], rows)
+    for name, about in FAMILIES.items():
+        rows = []
+        for m in known.methods:
+            adapter, _, merge = m.parts.split(" × ")
+            if family(m.name, adapter, merge) == name:
+                rows.append([m.name + " ◆" * (m.name in PAPERS), m.idea, m.private, m.upload, m.paper])
+        console.line(f"{name} – {about.when}", "bold")
+        console.rows(["method", "what it does", "private", "kB up/client", "paper"], rows)
+        console.line("")
     console.note(
-        "private: parameters that stay on a client; kB up/client: per round, for 10 classes and 512 dimensions; ?, of the "
-        "tower: depends on the backbone, see `fedvlm run METHOD data=… --dry`; `fedvlm show METHOD` says what it does"
+        "◆ one of the five papers that fedvlm reproduces. private: parameters that stay on a client; kB up/client: per "
+        "round, for 10 classes and 512 dimensions; ?, of the tower: depends on the backbone, see `fedvlm run METHOD data=… "
+        "--dry`; `fedvlm show METHOD` says what it does; `fedvlm choose data=FOLDER` tries them on your images"
     )
 
 

@@ -49,9 +49,9 @@ def write_table(runs: Runs, args: argparse.Namespace) -> None:
         if len(tables) > 1:
             console.line(title, "bold")
         console.show(table)
+        for line in against_frozen(table):
+            console.note(line)
         if len(tables) > 1:
-            for verdict in against_frozen(table):
-                console.note(verdict)
             console.line("")
     if getattr(args, "csv", None):
         write_csv(tables, Path(args.csv))

@@ -44,7 +44,12 @@ def main(args: argparse.Namespace) -> None:
 def model_of(args: argparse.Namespace) -> Predictor:
     backbone = args.backbone or None
     if not (Path(args.run) / "adapter.safetensors").is_file():
-        return api.runs(args.run, trust=args.trust)[0].predictor(args.client, backbone)
+        from fedvlm.studies.comparison import one_run
+
+        run = one_run(args.run, args.trust, ["predict", "{}", *args.images])
+        whose = f"client {args.client}" if args.client else "the shared model"
+        console.note(f"{run.record.method.label}, {whose} of {run.folder}")
+        return run.predictor(args.client, backbone)
     model = api.load(args.run, backbone, trust=args.trust)
     if args.client not in ("", model.whose):
         raise FedvlmError(

@@ -9,16 +9,27 @@ from pathlib import Path
 from fedvlm import api
 from fedvlm.config import recipe
 from fedvlm.config.config import key_values
+from fedvlm.errors import FedvlmError, nearest
 from fedvlm.system import console
 from fedvlm.system.formatting import counted, duration
+from fedvlm.system.machine import runs_home
+from fedvlm.training import places
 
 SHORTEST = 0.05  # seconds of a phase that is shown
 SCORES = ("G", "S", "P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm")
 
 
 def main(args: argparse.Namespace) -> None:
-    if (Path(args.method) / "run.json").is_file():
-        return show_run(Path(args.method))
+    if args.method not in recipe.recipe_names() and not Path(args.method).is_file():
+        if (found := places.named(args.method)) is not None:
+            if (found / "run.json").is_file():
+                return show_run(found)
+            from fedvlm.studies.comparison import one_run  # imports torch
+
+            return show_run(one_run(args.method, False, ["show", "{}"]).folder)
+        if not args.pairs and "." not in args.method:
+            known = [*recipe.recipe_names(), *(p.parent.name for p in runs_home().rglob("run.json"))]
+            raise FedvlmError(f"{args.method}: no such method, recipe or run; {nearest(args.method, known)}")
     about = api.describe(args.method, **key_values(args.pairs))
     if args.yaml:
         print(about.to_yaml(), end="")

@@ -82,5 +82,5 @@ class BothTowers(Tower):
 
 
 @lru_cache(maxsize=8)
-def tokens_of(module: WholeModel, phrases: tuple[str, ...]) -> dict[str, Tensor]:
+def tokens_of(module: WholeModel, phrases: tuple[str, ...]) -> Tensor:
     return module.tokens(phrases)

@@ -83,9 +83,8 @@ class Norm(nn.Module):
 class Network(Adapter):
     """`build` returns the module: called with (x, real), it gives logits and features of one model."""
 
-    precision: Literal["full", "half"] = (
-        "full"  # half: bfloat16 in convolutions and products; the trained parameters stay float32
-    )
+    # half: bfloat16 in convolutions and products; the trained parameters stay float32
+    precision: Literal["full", "half"] = "full"
 
     limits: ClassVar[Limits] = Limits(examples=32, clients=1, gpu=True)
 

@@ -22,9 +22,8 @@ NETWORK = ("a", "a0", "b", "b0")
 @dataclass(frozen=True)
 class ServerCoop(Conditional):
     private: tuple[str, ...] = NETWORK
-    random: bool = (
-        False  # true: a newcomer's meta-net is as it was drawn; false: it has none, the context is not shifted
-    )
+    # true: a newcomer's meta-net is as it was drawn; false: it has none, the context is not shifted
+    random: bool = False
 
     def shared_only(self, params: Params) -> Params:
         if self.random:

@@ -7,26 +7,35 @@ with ε fixed, one descent step on κ log mean exp(f/κ), κ = τ₂μ, where f 
 The ascent repeats ε ← S_γ(∇L(t + ε)) / 2τ, S the soft threshold: the exact maximiser where L is replaced by its tangent at
 the present ε. A client whose objective would not rise goes a quarter of that way instead. L is convex in encoded prompts
 (but for −log p(ID) where p(ID) < ½), so that full steps rise; where 2τ exceeds L's curvature there is one maximum, which is
-found. The paper takes plain gradient steps and gives neither their number, τ, σ nor μ. The defaults are ours; (τ₁, τ₂) are
-the best of (5, 1), (20, 4) and (100, 20) by validation accuracy over three data sets (benchmarks/strengths.py).
+found. Below, as in most of the paper's Figure 7, there are several: with `starts` the ascent also begins where all prompts
+or one have been pushed away from the batch's images, or one has been pulled to all of them, and the highest end counts. The
+paper takes plain gradient steps and gives neither their number, τ, σ nor μ. The defaults are ours; (τ₁, τ₂) are the best of
+(5, 1), (20, 4) and (100, 20) by validation accuracy over three data sets (benchmarks/strengths.py).
 
 space=features, a surrogate, perturbs the encoded prompts, as the authors' code does: one pass through the text tower a
 step. ε is added to the fused prompt, in which t^g has the share ρ, so that τ₁ is the paper's over ρ². space=parameters
 perturbs the shared parameters themselves (the contexts), as printed, with a pass for every repetition and a τ near 1, where
 the worst case of contexts has a norm of about 0.02; adapters that encode no prompts are always trained so.
+
+bos=authors is another worst case, that of the authors' public code: every encoded prompt, of length 1, moves by
+`ascent_steps` steps of length `strength` along its own gradient: of cross-entropy over classes and outsiders for the
+classes, of that plus H for the outsiders. The training loss is cross-entropy + ½ H there, without −log p(ID). H = log Σ exp
+− mean of an image's logits for the outsiders, least where they are alike. Their penalty on the size, which turns a step a
+little, is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedvlm.core.adapter import Task
+from fedvlm.core.adapter import Adapter, Task
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.descent import Gradients, optimise
 from fedvlm.core.local import Local
@@ -38,6 +47,7 @@ from fedvlm.parts.local.means import Means
 
 OUTSIDERS = "outsiders"  # the contexts that τ₂ applies to; τ₁ applies to all others
 TINY = 1e-30  # in place of a norm of 0 in a denominator
+FAR = 1e3  # times the mean image: a perturbation at which a prompt wins for all of them
 STRIDE = 7919  # noise is drawn once per round and client, and rolled by this much at each step
 
 Losses = Callable[[Params], Tensor]  # perturbed values → one number per example
@@ -63,6 +73,9 @@ class Bdro(Local):
     outsider_penalty: Positive = 4.0  # τ₂, the same for the outsiders' perturbation
     temperature: Positive = 1.0  # κ = τ₂μ, weighting of examples: small values weigh only the hardest, large ones all
     l1: NotNegative = 0.0  # γ, L1 penalty on perturbations; 0: none
+    starts: Whole = 0  # prompts of a kind from which the ascent starts beside the noise, for small penalties; 0: none
+    bos: Literal["paper", "authors"] = "paper"  # the worst case of the paper, or that of the authors' public code
+    strength: Positive = 1.0  # length of a step of an encoded prompt with bos=authors
 
     effects: ClassVar[Mapping[str, str]] = {
         "perturbation": "norm of the worst-case perturbation of all prompts, first batch",
@@ -70,6 +83,12 @@ class Bdro(Local):
         "outsider_perturbation": "norm of the outsiders' perturbation over that of their prompts, first batch",
         "loss_gained": "mean loss at the perturbation minus that without one, first batch",
     }
+
+    def incompatible(self, adapter: Adapter) -> str:
+        if not self.starts and self.bos == "paper":
+            return ""
+        able = self.space == "features" and isinstance(adapter, HasEncodedPrompts)
+        return "" if able else "starts= and bos=authors need encoded prompts; use adapter=outsiders space=features"
 
     def fit(self, model: Model, params: Params, message: Message, own: Params, data: Data) -> Params:
         names = [k for k in message.shared if not is_running_statistic(k)]
@@ -89,8 +108,12 @@ class Bdro(Local):
             if not start:
                 start.update(noise(fixed, data, self.sigma))
             noises = {k: v[: len(batch.y)].roll(batch.step * STRIDE, -1) for k, v in start.items()}
-            losses = self.losses_at(model, {k: v.detach() for k, v in now.items()}, batch)
-            shift = self.worst_case(losses, fixed, noises, batch)
+            still = {k: v.detach() for k, v in now.items()}
+            losses = self.losses_at(model, still, batch)
+            if self.bos == "authors":
+                shift = self.unit_steps(self.losses_at(model, still, batch, spread=1.0), fixed, noises, batch)
+            else:
+                shift = self.worst_case(losses, fixed, noises, batch)
             each = self.losses_at(model, leaves, batch)(shifted(points, shift))
             if batch.step == 0:
                 means.add(**effects_of_shift(fixed, shift, batch.mean(each - losses(fixed)).detach()))
@@ -106,9 +129,11 @@ class Bdro(Local):
             return model.adapter.encode(model.task, now)
         return select(now, names)
 
-    def losses_at(self, model: Model, now: Params, batch: Batch) -> Losses:
+    def losses_at(self, model: Model, now: Params, batch: Batch, spread: float = 0.5) -> Losses:
         adapter = model.adapter
         if self.space == "features" and isinstance(adapter, HasEncodedPrompts):
+            if self.bos == "authors":
+                return lambda points: with_spread(adapter.logits_of(model.task, points, batch), batch, points, spread)
             return lambda points: adapter.losses(adapter.logits_of(model.task, points, batch), batch.y)
         return lambda points: model.losses(now | points, batch)
 
@@ -121,10 +146,41 @@ class Bdro(Local):
 
         for names in ([k for k in start if k != OUTSIDERS], [k for k in start if k == OUTSIDERS]):
             noises = select(start, names)
-            shift |= self.ascend(loss, noises) if names and self.ascent_steps else noises
+            if names and self.ascent_steps:
+                found = [self.ascend(loss, one) for one in (noises, *self.far_starts(noises, batch))]
+                noises = highest(found)
+            shift |= noises
         return shift
 
-    def ascend(self, loss: Callable[[Params], Tensor], shift: Params) -> Params:
+    def far_starts(self, noises: Params, batch: Batch) -> Iterator[Params]:
+        """Perturbations at which all prompts of a kind are pushed away from the images of the batch, or one of the first
+        `starts` is, or wins for all of them; far out, where the tangent leads to the end that such a perturbation has."""
+        if not self.starts:
+            return
+        centre = (FAR * batch.weight[..., None] * batch.x).sum(1)
+        for name, value in noises.items():
+            yield noises | {name: -centre[:, None].expand_as(value)}
+            for j, sign in product(range(min(self.starts, value.shape[1])), (1.0, -1.0)):
+                far = torch.zeros_like(value)
+                far[:, j] = sign * centre
+                yield noises | {name: far}
+
+    def unit_steps(self, losses: Losses, points: Params, start: Params, batch: Batch) -> Params:
+        """The authors' worst case: steps of one length for every prompt, of the classes, then of the outsiders."""
+        shift = dict(start)
+        for names in ([k for k in start if k != OUTSIDERS], [k for k in start if k == OUTSIDERS]):
+            for _ in range(self.ascent_steps if names else 0):
+                leaves = {k: shift[k].detach().requires_grad_() for k in names}
+                value = batch.mean(losses(shifted(points, shift | leaves)))
+                found = torch.autograd.grad(value.sum(), list(leaves.values()))
+                shift |= {
+                    k: leaves[k].detach() + self.strength * F.normalize(g, dim=-1)
+                    for k, g in zip(names, found, strict=True)
+                }
+        return shift
+
+    def ascend(self, loss: Callable[[Params], Tensor], shift: Params) -> tuple[Tensor, Params]:
+        """The objective where the ascent ends, one number per client, and the perturbation."""
         value, aim = self.tangent(loss, shift)
         length = torch.ones_like(value)  # of a client's next step, as a share of the way to its aim
         for _ in range(self.ascent_steps):
@@ -136,7 +192,7 @@ class Bdro(Local):
                 for new, old in ((trial, shift), (next_aim, aim))
             )
             value, length = torch.where(rises, reached, value), torch.where(rises, 1.0, length / 4)
-        return shift
+        return value, shift
 
     def tangent(self, loss: Callable[[Params], Tensor], shift: Params) -> tuple[Tensor, Params]:
         """The objective at ε, one number per client, and the maximiser of the objective with L's tangent there for L."""
@@ -153,6 +209,22 @@ class Bdro(Local):
         """τ‖ε‖² + γ‖ε‖₁, one number per client."""
         flat = shift.flatten(1)
         return self.hold(name) * flat.square().sum(1) + self.l1 * flat.abs().sum(1)
+
+
+def highest(found: Sequence[tuple[Tensor, Params]]) -> Params:
+    """The perturbation with the highest objective, of each client."""
+    value, best = found[0]
+    for other, shift in found[1:]:
+        best = {k: torch.where(along(other > value, v), v, best[k]) for k, v in shift.items()}
+        value = torch.maximum(value, other)
+    return best
+
+
+def with_spread(logits: Tensor, batch: Batch, points: Params, weight: float) -> Tensor:
+    """Cross-entropy over classes and outsiders plus weight · H of the outsiders' logits, [clients, examples]."""
+    outsiders = logits[..., -points[OUTSIDERS].shape[1] :]
+    each = F.cross_entropy(logits.flatten(0, 1), batch.y.flatten(), reduction="none").view_as(batch.weight)
+    return each + weight * (outsiders.logsumexp(-1) - outsiders.mean(-1))
 
 
 def along(numbers: Tensor, values: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedvlm.core.data import Batch, Data
 from fedvlm.core.descent import Gradients, by_autograd, optimise
@@ -31,6 +32,7 @@ from fedvlm.parts.local.means import relative_to_plain
 class Bgp(Local):
     keep: bool = True  # true: a client's personal model is the one it trained last (the paper's); false: the shared one
     align: NotNegative = 1.0  # λ, weight of the alignment (CORAL) in the loss; 0: none
+    compared: Literal["raw", "normalised"] = "raw"  # features in CORAL: as the adapter gives them, or of length 1
     phases: Literal["both", "aligned"] = "both"  # both: every second update is aligned (the paper's); aligned: all are
     budget: Literal["double", "same"] = default("double", "effort")  # double: twice FedAvg's updates a round (paper's)
 
@@ -73,18 +75,22 @@ class Bgp(Local):
 
     def aligned_gradients(self, model: Model, message: Message) -> Gradients:
         anchor = anchor_of(message)
-        return by_autograd(lambda now, batch: aligned_loss(model, self.objective, now, anchor, batch, self.align))
+        unit = self.compared == "normalised"
+        return by_autograd(lambda now, batch: aligned_loss(model, self.objective, now, anchor, batch, self.align, unit))
 
 
 def aligned_loss(
-    model: Model, objective: Objective, now: Params, anchor: Params, batch: Batch, strength: float
+    model: Model, objective: Objective, now: Params, anchor: Params, batch: Batch, strength: float, unit: bool = False
 ) -> Tensor:
-    """The loss + strength × CORAL between the features of this model and of the one that was sent, one number per client.
+    """The loss + strength × CORAL between the features of this model and of the one that was sent, one number per client;
+    with `unit`, between features of length 1.
     Both models use batch statistics: with a network's running statistics, which lag behind, features would explode."""
     adapter, sent = model.adapter, now | {k: v.expand_as(now[k]) for k, v in anchor.items() if k in now}
     logits, features = adapter.logits_and_aligned(model.task, now, batch)
     with torch.no_grad():
         _, sent_features = adapter.logits_and_aligned(model.task, sent, batch)
+    if unit:
+        features, sent_features = F.normalize(features, dim=-1), F.normalize(sent_features, dim=-1)
     classes = adapter.alignment == "classes"
     weight = torch.full_like(features[..., 0], 1 / features.shape[1]) if classes else batch.weight
     return adapter.loss(objective, logits, batch) + strength * coral(features, sent_features, weight)

@@ -6,6 +6,10 @@ the simplex; our reading is a_i = max(0, a_i + K_i (G_i − g)) with g such that
 feasible, and otherwise the weights that minimise the largest gap. A slope that is not positive or not finite is
 replaced by the median of the others; without any usable slope GA's weights are used. Two more broadcasts than FedAvg,
 answered with one number each. `every=k` does this each k-th round and GA in between (the paper's Table 15).
+
+`compare` also asks for the gaps of the plain mean of the same replies, of FAA's own weights, and half-way between the
+weights and the perturbed ones (Figures 6 and 2: three merges of one trajectory; how linear the gap is): three broadcasts
+more.
 """
 
 from __future__ import annotations
@@ -30,11 +34,16 @@ SMALLEST_CHANGE = 1e-8  # of a gap: smaller changes make the slope unreliable
 @dataclass(frozen=True)
 class Faa(Ga):
     every: Count = 1  # FAA each k-th round, GA in between
+    compare: bool = False  # record how the mean, GA and FAA spread the gaps of the same replies; three broadcasts more
 
     asks: ClassVar[tuple[str, ...]] = ("train", "validate", "validate")
     effects: ClassVar[Mapping[str, str]] = {
         **Ga.effects,
         "usable_slopes": "share of clients whose slope was positive and finite; 0: GA's weights were used",
+        "mean_spread": "variance over clients of the gap with uniform weights (compare=true)",
+        "ga_spread": "the same after GA's step from the weights of the round before",
+        "faa_spread": "the same with FAA's weights",
+        "curvature": "how far the gaps half-way to the perturbed weights are from the mean of both ends, over their change",
     }
 
     def round(self, model: Model, state: State, cohort: Cohort) -> State:
@@ -44,9 +53,18 @@ class Faa(Ga):
         weight = normalised(state.server["weight"][torch.from_numpy(replies.ids)])
         gap = self.gap(state, cohort, replies, weight)
         moved = self.adjusted(weight, gap, cohort.round, cohort.rounds)
-        slope, usable = slopes(weight, moved, gap, self.gap(state, cohort, replies, moved))
+        moved_gap = self.gap(state, cohort, replies, moved)
+        slope, usable = slopes(weight, moved, gap, moved_gap)
         cohort.acted(usable_slopes=usable)
-        weight = moved if slope is None else equal_gaps(weight, slope, gap)
+        chosen = moved if slope is None else equal_gaps(weight, slope, gap)
+        if self.compare:
+            mean, faa, half = (
+                self.gap(state, cohort, replies, w) for w in (replies.uniform(), chosen, (weight + moved) / 2)
+            )
+            spreads = {"mean_spread": mean, "ga_spread": moved_gap, "faa_spread": faa}
+            bend = (half - (gap + moved_gap) / 2).norm() / (moved_gap - gap).norm().clamp(min=1e-30)
+            cohort.acted(curvature=float(bend), **{k: float(v.var(correction=0)) for k, v in spreads.items()})
+        weight = chosen
         return self.finish_weighted(state, cohort, replies, weight)
 
     def gap(self, state: State, cohort: Cohort, replies: Replies, weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from fedvlm.core.adapter import Adapter, HasTowers, Task, class_vectors
 from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Batch, Data
-from fedvlm.core.descent import Gradients, OptimiserSettings, by_autograd, optimise
+from fedvlm.core.descent import Gradients, Optimiser, OptimiserSettings, by_autograd
 from fedvlm.core.merge import Start
 from fedvlm.core.model import Model
 from fedvlm.core.ranges import Count, NotNegative, Positive, PositiveShare, Range, Whole
@@ -41,6 +41,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.parts.adapters.lora import Lora
 from fedvlm.parts.merge.stages import Stages, mean_by_client, training_blocks
 
+ADAM = "adam."  # prefix of its optimiser's state there
 TOWER = "text."  # prefix of the text tower's low-rank changes, in the server's state
 
 
@@ -53,6 +54,10 @@ class TextServer(Stages):
     text_lr: Positive = 1e-3  # learning rate of the text tower
     text_epochs: Count = 2  # passes over the received embeddings per round
     text_batch: Count = 64  # embeddings per step of the text tower
+    text_moments: Literal["reset", "kept"] = "reset"  # Adam's running means of the text tower from round to round
+    text_scale: NotNegative = (
+        0.0  # logit scale of the text tower's loss; 0: the backbone's (2.66 in the paper is ln 14.3)
+    )
     anchor: NotNegative = 0.0  # weight of the cosine distance to the frozen embeddings of the base classes; 0: none
     upload_share: PositiveShare = 1.0  # share of a client's embeddings of each class that is sent; 1: all
     upload_count: Whole = 0  # the most embeddings of each class that a client sends, drawn at random; 0: no limit
@@ -161,28 +166,52 @@ class TextServer(Stages):
         after = self.train(state, cohort, collect)
         received = [by_id[i] for i in sorted(by_id)]
         changes = {k: v for k, v in after.server.items() if k.startswith(TOWER)}
-        changes, loss = self.train_text_tower(model, changes, received, cohort.round)
+        memory = {k: v for k, v in after.server.items() if k.startswith(ADAM)}
+        changes, loss = self.train_text_tower(model, changes, received, cohort.round, memory)
         embeddings = self.class_embeddings(model, changes)
         cohort.notes |= {"text_loss": loss, "embeddings": sum(len(y) for _, y in received)}
         cohort.acted(text_cosine=float(cosines(embeddings["text"], model.task).mean()))
-        return after._replace(task=embeddings, server=after.server | changes)
+        return after._replace(task=embeddings, server=after.server | changes | memory)
 
     def train_text_tower(
-        self, model: Model, changes: Params, received: list[tuple[Tensor, Tensor]], round: int
+        self,
+        model: Model,
+        changes: Params,
+        received: list[tuple[Tensor, Tensor]],
+        round: int,
+        memory: Params | None = None,
     ) -> tuple[Params, float]:
-        """The low-rank changes after training on the received (embeddings, labels), and the mean loss."""
+        """The low-rank changes after training on the received (embeddings, labels), and the mean loss. `memory` has Adam's
+        state of before where it is kept, and afterwards that of now."""
         x, y = (torch.cat(part) for part in zip(*received, strict=True))
         if self.upload_groups or self.upload_noise:
             x = F.normalize(x, dim=-1)
         settings = OptimiserSettings(self.text_lr, self.text_epochs, self.text_batch, "adam")
         params = copy_per_client(changes, 1)
         data = Data(x, y, np.array([[0, len(y), len(y), len(y)]]), np.array([0]), 0, round)
-        loss = optimise(settings, params, data, self.text_gradients(model))
-        return {k: v[0] for k, v in params.items()}, float(loss[0])
+        optimiser, gradients = Optimiser(settings, params), self.text_gradients(model)
+        if memory:
+            optimiser.steps = int(memory[ADAM + "steps"])
+            optimiser.slots = [[memory[f"{ADAM}{j}.{k}"][None].clone() for k in params] for j in range(2)]
+        losses = []
+        with torch.no_grad():
+            for batch in data.batches(settings.batch, settings.epochs):
+                each, found = gradients(params, batch)
+                optimiser.step(1, found, settings.lr)
+                losses.append(float(each[0]))
+        if self.text_moments == "kept" and memory is not None:
+            memory[ADAM + "steps"] = torch.tensor(float(optimiser.steps), dtype=torch.float64)
+            memory |= {
+                f"{ADAM}{j}.{k}": v[0]
+                for j, slot in enumerate(optimiser.slots)
+                for k, v in zip(params, slot, strict=True)
+            }
+        return {k: v[0] for k, v in params.items()}, float(np.mean(losses)) if losses else 0.0
 
     def text_gradients(self, model: Model) -> Gradients:
         """The gradients of the text tower's loss: cross-entropy, and the anchor where there is one."""
-        text = Model(self.text_adapter(model.adapter), model.task)
+        task = model.task._replace(scale=self.text_scale) if self.text_scale else model.task
+        text = Model(self.text_adapter(model.adapter), task)
         if not self.anchor:
             return text.gradients("cross-entropy")
 

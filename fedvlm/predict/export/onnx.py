@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fedvlm.backbones.base import Backbone, encode_view
 from fedvlm.backbones.pixels import Pixels
-from fedvlm.backbones.preprocessing import Preprocessing as OpenClipPreprocessing
+from fedvlm.backbones.preprocessing import Preprocessing
 from fedvlm.core.adapter import Adapter, HasLinearForm
 from fedvlm.core.seeds import numpy_generator
 from fedvlm.core.state import Params
@@ -42,32 +42,16 @@ STDOUT = 1  # the file descriptor
 FATAL = 4  # of onnxruntime's levels
 TOLERANCE = 1e-4  # of probabilities
 SIZES = ((90, 70), (64, 128), (200, 200))  # width and height of the images of the check
-RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}  # Pillow's numbers
 
 
 @runtime_checkable
 class HasPixels(Protocol):
     """A backbone that preprocesses by `processor` and computes everything else from `pixels`."""
 
-    processor: ImageProcessor | OpenClipPreprocessing
+    processor: Preprocessing
     model: nn.Module
 
     def pixels(self, images: Sequence[Image.Image]) -> Tensor: ...
-
-
-class ImageProcessor(Protocol):
-    """The fields of transformers' image processors that are read here."""
-
-    image_mean: Sequence[float]
-    image_std: Sequence[float]
-    rescale_factor: float
-    size: Mapping[str, int]
-    crop_size: Mapping[str, int] | None
-    resample: int
-    do_resize: bool
-    do_center_crop: bool | None
-    do_rescale: bool
-    do_normalize: bool
 
 
 @dataclass(frozen=True)
@@ -109,12 +93,8 @@ def encoded(backbone: Backbone, pixels: Tensor, view: str) -> Tensor:
         return pixels
     assert isinstance(backbone, HasPixels)
     processor = backbone.processor
-    x = pixels.float()
-    if getattr(processor, "do_rescale", True):
-        x = x * getattr(processor, "rescale_factor", 1 / 255)
-    if getattr(processor, "do_normalize", True):
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
-        x = (x - mean) / std
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (processor.image_mean, processor.image_std))
+    x = (pixels.float() * processor.factor - mean) / std
     given = copy.copy(backbone)
     given.__dict__["pixels"] = lambda images: x.to(next(backbone.model.parameters()).device)
     return encode_view(given, [Image.new("RGB", (1, 1))] * len(pixels), view)
@@ -157,22 +137,9 @@ def preprocessing(backbone: Backbone) -> ImageSteps:
             "classifier.safetensors, where the export has it, is the adapter alone"
         )
     p = backbone.processor
-    if isinstance(p, OpenClipPreprocessing):
-        squash = p.size if p.resize_mode == "squash" else 0
-        cropped = p.size - squash
-        return ImageSteps(cropped, squash, squash, p.interpolation, cropped, cropped, "round")
-    size, crop = dict(p.size) if p.do_resize else {}, getattr(p, "crop_size", None)
-    cut = dict(crop) if crop and getattr(p, "do_center_crop", False) else {}
-    if size.keys() - {"shortest_edge", "height", "width"}:
-        raise FedvlmError(f"--onnx: backbone={backbone.name} resizes images in a way that is not known here ({size})")
-    return ImageSteps(
-        shortest_edge=size.get("shortest_edge", 0),
-        width=size.get("width", 0),
-        height=size.get("height", 0),
-        resample=RESAMPLING[int(p.resample)],
-        crop_width=cut.get("width", 0),
-        crop_height=cut.get("height", 0),
-    )
+    offset = "round" if p.to_even else "floor"
+    (width, height), kept = p.size or (0, 0), p.crop or (0, 0)
+    return ImageSteps(p.shortest, width, height, p.resample.name.lower(), *kept, offset)
 
 
 def example_images() -> list[Image.Image]:
@@ -184,10 +151,8 @@ def pixels_of(backbone: Backbone, images: Sequence[Image.Image]) -> Tensor:
     """The pixels that the backbone's own preprocessing gives, before they are rescaled and normalised."""
     if isinstance(backbone, Pixels):
         return backbone.encode(images, "pixels")
-    found = backbone.processor(  # type: ignore[attr-defined]
-        images=list(images), do_rescale=False, do_normalize=False, return_tensors="pt"
-    )
-    return cast(Tensor, found["pixel_values"]).round().to(torch.uint8)
+    assert isinstance(backbone, HasPixels)
+    return torch.stack([backbone.processor.pixels(image) for image in images])
 
 
 def traced(model: Whole, pixels: Tensor, batch: bool) -> bytes:

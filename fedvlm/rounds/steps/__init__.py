@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedvlm.core.data import Data
-from fedvlm.core.state import Answer, Message, Params
+from fedvlm.core.state import Message, Params
 from fedvlm.errors import FedvlmError, nearest
 from fedvlm.parts.failures import OwnPartFailed, explained
 from fedvlm.rounds.steps.adjust import Adjust
@@ -52,32 +52,23 @@ def explained_by_client(
     prepared: Params,
     client: Callable[[int], str] = str,
 ) -> Iterator[None]:
-    """Runs a step of these clients. Where a part of the user's own fails in it, the error says with which client: each of a
-    few is tried alone. `client`: the name of a client."""
-    told = [client(i) for i in data.ids[:SHOWN].tolist()]
-    more = f" and {len(data) - SHOWN} more" if len(data) > SHOWN else ""
-    who = f"client{'s' * (len(data) > 1)} {', '.join(told)}{more}"
+    """An error of a part of the user's own in this step names the clients that were computed together, and the one that
+    fails, if one fails alone: each of a few is tried again. `client`: the name of a client."""
     try:
-        with explained(f"step {name}, round {data.round}, {who}", *method.parts):
+        with explained(doing(name, data, client), *method.parts):
             yield
     except OwnPartFailed as error:
         if len(data) == 1:
             raise
         for i in range(min(len(data), TRIED)):
             one = replace(data, bounds=data.bounds[[i]], ids=data.ids[[i]])
-            run(name, method, {k: v[i : i + 1] for k, v in own.items()}, message, one, prepared, client)
+            with explained(doing(name, one, client), *method.parts):
+                STEPS[name].run(method, {k: v[i : i + 1] for k, v in own.items()}, message, one, prepared)
         raise OwnPartFailed(f"{error}\n{SIDE_BY_SIDE}" if len(data) <= TRIED else str(error)) from error.__cause__
 
 
-def run(
-    name: str,
-    method: Method,
-    own: Params,
-    message: Message,
-    data: Data,
-    prepared: Params,
-    client: Callable[[int], str] = str,
-) -> Answer:
-    """What these clients answer."""
-    with explained_by_client(name, method, own, message, data, prepared, client):
-        return step_of(name).run(method, own, message, data, prepared)
+def doing(step: str, data: Data, client: Callable[[int], str]) -> str:
+    """What is computed, in an error's words."""
+    told = [client(i) for i in data.ids[:SHOWN].tolist()]
+    more = f" and {len(data) - SHOWN} more" if len(data) > SHOWN else ""
+    return f"step {step}, round {data.round}, client{'s' * (len(data) > 1)} {', '.join(told)}{more}"

@@ -1,4 +1,4 @@
-"""`python -m fedvlm.cli`."""
+"""`python -m fedvlm`."""
 
 import sys
 
