@@ -168,10 +168,10 @@ class SiteClient:
         self.about, self.folder, self.method, self.warning = about, folder, method, ""
         self.secure: SecureClient | None = None  # of the round under way
         self.ledger = ledger.Ledger(Path(about.ledger or folder / ledger.SENT), sync=bool(about.ledger))
-        self.diary = Diary(folder, sync=bool(about.ledger))
         with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
             self.epoch = last_epoch(folder) + 1
             files.write(folder / EPOCH, str(self.epoch).encode(), private=True)
+        self.diary = Diary(folder, sync=bool(about.ledger))  # nobody else writes it from here on
         self.engine = Stacked(
             method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
         )
@@ -219,7 +219,8 @@ class SiteClient:
             frame = pack(done, found)
             check(frame)
             if stored is None and place is not None and not header.step.startswith(SECURE):
-                self.diary.keep(place, frame)
+                with self.only_process():
+                    self.diary.keep(place, frame)
         except Exception as error:
             done, note = done._replace(error=told(error, header.step, rehearsal=not self.about.ledger)), ""
             frame = pack(done, {})
@@ -319,7 +320,7 @@ class SiteClient:
         with self.only_process():  # nothing has left yet
             self.diary.admit(*place, self.secure.parameters.model.hex(), kind == "keys")
             if kind == "unmask":
-                self.diary.open(*place)
+                self.diary.open(header.exchange)
         return found
 
     def contribution(self, message: Message, header: Header) -> Integers:

@@ -127,7 +127,7 @@ def test_a_secure_sum_may_be_begun_again_until_it_was_opened(tmp_path):
     diary = Diary(tmp_path, sync=True)
     for _ in range(2):
         diary.admit(1, 0, "told")
-    diary.open(1, 0)
+    diary.open(0)
     diary.admit(1, 0, "told", new=False)
     with pytest.raises(Refused, match="helped to open a sum of round 1 before"):
         diary.admit(1, 0, "told")
