@@ -261,9 +261,7 @@ class SiteClient:
             asked = self.fingerprint(header, message)
             if about.budget and about.release and step == "train":
                 about.budget.spend(header.round, asked, about.release)
-            key = hmac.digest(
-                bytes.fromhex(about.secret), asked.encode(), "sha256"
-            )  # the same only for the same request
+            key = hmac.digest(bytes.fromhex(about.secret), asked.encode(), "sha256")
             self.engine.method = replace(self.method, privacy=replace(privacy, secret=key))
         schema = STEPS[step].schema(self.method, self.engine.data.extras)
         if step == "score" and not any(about.scored):  # without a look at the data
