@@ -3,6 +3,7 @@
     python benchmarks/attacks.py --jobs 16 --out attacks.json --write docs/robustness.md
     python benchmarks/attacks.py --quick              # two merges, five attacks, one seed
     python benchmarks/attacks.py --read attacks.json  # the tables of an earlier run again
+    python benchmarks/attacks.py updates              # what a site's update tells of its images (updates.py)
     python benchmarks/attacks.py server               # the other way round: a lying server against a site (lying_server.py)
 
 Ten clients hold the embedded emoji in equal shares (partition=iid) on mini-clip; client 0 lies, or clients 0 and 1 do
@@ -16,6 +17,7 @@ BACKDOOR_MARGIN points, too.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -598,8 +600,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["server"]:
-        import lying_server  # beside this file
-
-        sys.exit(lying_server.main())
+    if sys.argv[1:] in (["server"], ["updates"]):  # of the files beside this one
+        sys.exit(importlib.import_module({"server": "lying_server", "updates": "updates"}[sys.argv[1]]).main())
     main()

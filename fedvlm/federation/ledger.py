@@ -31,6 +31,7 @@ SENT, RECEIVED = "ledger.jsonl", "received.jsonl"
 NOTHING = "0" * 64  # the hash before the first line
 BLOCK = 1 << 16  # bytes read at a time from the end
 LOCK_SECONDS = 60
+LONGEST = 500  # characters of a sentence
 MOST_REPEATS = 20  # of one request: a server or a network that fails repeats some
 ATTEMPTS = ("look", "begin", "finish", "secure.keys", "secure.shares", "secure.masked", "secure.unmask")  # may differ
 REPAIR = "repair"  # the step of a line that says that a cut line was removed
@@ -260,8 +261,8 @@ def audit(path: Path) -> list[str]:
     found += [
         f"{p[0]}: {p[1]} of round {p[2]} was answered for {len(r)} requests" for p, r in places.items() if len(r) > 1
     ]
-    usual = {p: n for p, n in again.items() if n > MOST_REPEATS}
-    return found + [f"{p[0]}: {p[1]} of round {p[2]} was asked for {n} times" for p, n in usual.items()]
+    found += [f"{p[0]}: {p[1]} of round {p[2]} was asked for {n} times" for p, n in again.items() if n > MOST_REPEATS]
+    return [printable(sentence, LONGEST) for sentence in found]
 
 
 def _said(entry: Entry) -> tuple[object, ...]:

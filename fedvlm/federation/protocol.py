@@ -81,50 +81,44 @@ class Course:
 
 
 class Diary:
-    """The requests of the current round and their answers, in private files of the client's folder."""
+    """The requests of the current round and their answers, in private files of the client's folder. One process at a time
+    keeps it."""
 
     def __init__(self, folder: Path, sync: bool):
         self.folder, self.sync = folder, sync  # sync: what was taken is on the disk before anything is computed
+        self.round, self.taken, self.opened = -1, dict[int, str](), list[int]()
+        if (path := folder / DIARY).exists():
+            found = json.loads(path.read_text(encoding="ascii"))
+            self.round, self.opened = found["round"], found["opened"]
+            self.taken = {int(k): v for k, v in found["taken"].items()}
 
     def admit(self, round: int, place: int, request: str, new: bool = True) -> bytes | None:
         """Take a place for a request. The stored answer, where there is one; an error where the place is taken."""
-        now, taken, opened = self._read()
-        if round < now:
-            raise Refused(f"was asked for round {round}, and round {now} has begun")
-        if round > now:
-            for old in self.folder.glob("answer-*"):
-                old.unlink()
-            taken, opened = {}, []
+        if round < self.round:
+            raise Refused(f"was asked for round {round}, and round {self.round} has begun")
+        taken, opened = (self.taken, self.opened) if round == self.round else ({}, [])
         if place in opened and new:
             raise Refused(f"has helped to open a sum of round {round} before")
         if taken.get(place, request) != request:
             raise Refused(f"was asked for something else before, in the same place of round {round}")
-        if place not in taken:
-            if place < max(taken, default=place):
-                raise Refused(f"was asked for what comes earlier in round {round} than its last answer")
-            self._write(round, taken | {place: request}, opened)
-            return None
-        path = self._answer(place)
-        return path.read_bytes() if path.exists() else None
+        path = self.folder / f"answer-{place}"
+        if place in taken:
+            return path.read_bytes() if path.exists() else None
+        if place < max(taken, default=place):
+            raise Refused(f"was asked for what comes earlier in round {round} than its last answer")
+        for old in self.folder.glob("answer-*") if round > self.round else ():
+            old.unlink()
+        self._write(round, taken | {place: request}, opened)
+        return None
 
     def keep(self, place: int, answer: bytes) -> None:
-        files.write(self._answer(place), answer, private=True)
+        files.write(self.folder / f"answer-{place}", answer, private=True)
 
-    def open(self, round: int, place: int) -> None:
+    def open(self, place: int) -> None:
         """Notes that this client helps to open the secure sum of this place: there is no second one."""
-        now, taken, opened = self._read()
-        self._write(now, taken, [*opened, place])
-
-    def _answer(self, place: int) -> Path:
-        return self.folder / f"answer-{place}"
-
-    def _read(self) -> tuple[int, dict[int, str], list[int]]:
-        path = self.folder / DIARY
-        if not path.exists():
-            return -1, {}, []
-        found = json.loads(path.read_text(encoding="ascii"))
-        return found["round"], {int(k): v for k, v in found["taken"].items()}, found["opened"]
+        self._write(self.round, self.taken, [*self.opened, place])
 
     def _write(self, round: int, taken: dict[int, str], opened: list[int]) -> None:
         content = json.dumps({"round": round, "taken": taken, "opened": opened})
         files.write(self.folder / DIARY, content, private=True, sync=self.sync)
+        self.round, self.taken, self.opened = round, taken, opened

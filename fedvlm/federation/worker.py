@@ -48,6 +48,7 @@ from fedvlm.privacy.secure.settings import message_fingerprint
 from fedvlm.rounds.method import Method
 from fedvlm.rounds.steps import STEPS
 from fedvlm.system import files
+from fedvlm.system.names import printable
 
 if TYPE_CHECKING:
     from fedvlm.privacy.secure.client import Client as SecureClient
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 CLIENT = "client.json"
 EPOCH = "epoch"  # file with the number of processes that have opened the folder
 LOCK_SECONDS = 60
+SAID = 300  # characters of why nothing was answered
 
 
 def serve_clients(folder: Path, requests: Channel, replies: Channel) -> None:
@@ -166,10 +168,10 @@ class SiteClient:
         self.about, self.folder, self.method, self.warning = about, folder, method, ""
         self.secure: SecureClient | None = None  # of the round under way
         self.ledger = ledger.Ledger(Path(about.ledger or folder / ledger.SENT), sync=bool(about.ledger))
-        self.diary = Diary(folder, sync=bool(about.ledger))
         with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
             self.epoch = last_epoch(folder) + 1
             files.write(folder / EPOCH, str(self.epoch).encode(), private=True)
+        self.diary = Diary(folder, sync=bool(about.ledger))  # nobody else writes it from here on
         self.engine = Stacked(
             method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
         )
@@ -217,7 +219,8 @@ class SiteClient:
             frame = pack(done, found)
             check(frame)
             if stored is None and place is not None and not header.step.startswith(SECURE):
-                self.diary.keep(place, frame)
+                with self.only_process():
+                    self.diary.keep(place, frame)
         except Exception as error:
             done, note = done._replace(error=told(error, header.step, rehearsal=not self.about.ledger)), ""
             frame = pack(done, {})
@@ -251,25 +254,26 @@ class SiteClient:
 
     def reply(self, step: str, message: Message, header: Header) -> Reply:
         """The client's reply, as it may leave."""
-        about, asked = self.about, self.fingerprint(header, message)
-        if about.budget and about.release and step == "train":
-            about.budget.spend(header.round, asked, about.release)
+        about, privacy = self.about, self.method.privacy
         if about.budget and about.budget.epsilon and step not in ("train", "score"):
             raise Refused(f"{step} is not answered under a budget (epsilon): no noise covers it")
-        if about.secret and self.method.privacy:  # each request has noise of its own, and its repetition the same
+        if about.secret and privacy:
+            asked = self.fingerprint(header, message)
+            if about.budget and about.release and step == "train":
+                about.budget.spend(header.round, asked, about.release)
             key = hmac.digest(bytes.fromhex(about.secret), asked.encode(), "sha256")
-            self.engine.method = replace(self.method, privacy=replace(self.method.privacy, secret=key))
+            self.engine.method = replace(self.method, privacy=replace(privacy, secret=key))
         schema = STEPS[step].schema(self.method, self.engine.data.extras)
         if step == "score" and not any(about.scored):  # without a look at the data
             reply = Reply(np.array([0]), {k: torch.zeros(1, *f.shape) for k, f in schema.values.items()})
-            return self.without_scores(reply, schema)
-        for reply in self.engine.run(step, np.array([0]), message, header.round, header.exchange):
-            if step == "score" and not all(about.scored):
-                reply = self.without_scores(reply, schema)
-            if about.withheld:
-                reply = reply._replace(values=without_sizes(reply.values, schema, self.engine.data))
-            return reply
-        raise ValueError(self.warning)
+        else:
+            found = list(self.engine.run(step, np.array([0]), message, header.round, header.exchange))
+            if not found:
+                raise ValueError(self.warning)
+            reply = found[0]
+        if step == "score" and not all(about.scored):
+            reply = self.without_scores(reply, schema)
+        return reply._replace(values=without_sizes(reply.values, schema, self.engine.data)) if about.withheld else reply
 
     def without_scores(self, reply: Reply, schema: Schema) -> Reply:
         """Scores of splits that are told as having no examples; of training, where there is a number of them, 0."""
@@ -314,7 +318,7 @@ class SiteClient:
         with self.only_process():  # nothing has left yet
             self.diary.admit(*place, self.secure.parameters.model.hex(), kind == "keys")
             if kind == "unmask":
-                self.diary.open(*place)
+                self.diary.open(header.exchange)
         return found
 
     def contribution(self, message: Message, header: Header) -> Integers:
@@ -356,7 +360,7 @@ def told(error: Exception, step: str, rehearsal: bool = False) -> str:
     if rehearsal:
         return f"{type(error).__name__}: {error}"
     if isinstance(error, Refused | BadMessage) and not {"/", "\\"} & set(text := str(error)):
-        return text
+        return printable(text, SAID)
     print(f"{step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return "failed (the site's log says more)"
 

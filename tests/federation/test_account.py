@@ -137,6 +137,15 @@ def test_what_no_noise_covers_is_not_answered_under_a_budget(federation, step):
         one.client.reply(step, message_of(one), Header(step, 2))
 
 
+def test_scores_under_a_budget_tell_neither_accuracies_nor_counts(federation):
+    pytest.importorskip("dp_accounting")
+    sites = federation(rules={"twemoji": "epsilon: 5\ncounts: false\n"})
+    one, ready = begun(sites, "twemoji", sites.plan("fedavg", unseen=[], **KEYS))
+    values = one.client.reply("score", message_of(one), Header("score", 0)).values
+    assert ready.counts == values["count"][0].tolist() == [1, 0, 0]
+    assert all(not v.any() for k, v in values.items() if k != "count")
+
+
 def message_of(one: agent.Agent):
     from fedvlm.core.state import Message
 

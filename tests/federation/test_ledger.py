@@ -333,6 +333,7 @@ def test_an_honest_server_leaves_nothing_to_say(told, capsys):
             "train was refused 2 times: was asked",
         ),
         ([replace(HONEST[3], request="another")], "train of round 2 was answered for 2 requests"),
+        ([replace(HONEST[3], refused="\x1b[2J")], "train was refused 1 times: ?[2J"),
         ([HONEST[3]] * 30, "train of round 2 was asked for 32 times"),
     ],
 )
