@@ -15,7 +15,9 @@ import numpy as np
 
 WIDTH, HEIGHT = 380, 280
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 40
-COLOURS = 6  # of the style sheet: c0 to c5; further ones repeat with dashes
+COLOURS = 6  # of the style sheet for classes and curves of clients: c0 to c5
+STYLES = ("f-one", "f-head", "f-adapt", "f-prompt", "f-tower", "f-whole", "f-ref")  # of families, as in FAMILIES
+PER_FAMILY = 100  # a method has the number PER_FAMILY × family + mark
 MOST_VERTICES = 200  # of a curve
 MOST_TIPS = 40  # values of a curve that hovering shows
 T = TypeVar("T")
@@ -84,6 +86,7 @@ class Chart:
     x: Scale
     y: Scale
     x_label: str = ""
+    y_label: str = ""
     height: int = HEIGHT
     parts: list[str] = field(default_factory=list)
     ticks: bool = True  # False: values along the axes mean nothing
@@ -101,7 +104,7 @@ class Chart:
         line = thinned(points, MOST_VERTICES)
         path = "M" + "L".join(f"{a:g} {b:g}" for a, b, _ in line) if len(line) > 1 else ""
         if path:
-            self.add("path", d=path, cls=f"curve {style} {dashed(method)}")
+            self.add("path", d=path, cls=f"curve {style} {dashed(method)}".replace("  ", " "))
         for a, b, tip in thinned(points, MOST_TIPS):
             self.add("circle", tip, cx=a, cy=b, r=2 if len(points) < 15 else 1, cls="dot")
 
@@ -112,7 +115,8 @@ class Chart:
             self.add("path", d="M" + "L".join(f"{self.x(a):g} {self.y(b):g}" for a, b in edge) + "Z", cls="band")
 
     def marker(self, method: int, x: float, y: float, tip: str, frozen: bool = False) -> None:
-        self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls="mark")
+        kind = "mark hollow" if hollow(method) else "mark"
+        self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls=kind)
 
     def holds(self, x: float, y: float) -> bool:
         """Whether a point is inside the axes."""
@@ -148,6 +152,8 @@ class Chart:
             )
         if self.x_label:
             out.append(element("text", text=self.x_label, x=right, y=self.height - 8, cls="axis end"))
+        if self.y_label:
+            out.append(element("text", text=self.y_label, x=self.x.start + 4, y=TOP + 8, cls="axis"))
         return "".join([*out, *self.parts, "</svg>"])
 
 
@@ -176,11 +182,22 @@ def svg_number(value: object) -> str:
 
 
 def colour(method: int, frozen: bool = False) -> str:
-    return "frozen" if frozen else f"c{method % COLOURS}"
+    """The class of a method's colour: that of its family."""
+    return STYLES[-1] if frozen or method < 0 else STYLES[method // PER_FAMILY]
+
+
+def hue(k: int) -> str:
+    """The class of a colour that stands for no method."""
+    return f"c{k % COLOURS}"
 
 
 def dashed(method: int) -> str:
-    return f"dash{method // COLOURS}" if method >= COLOURS else ""
+    kind = method % PER_FAMILY % 4 if method >= 0 else 0
+    return f"dash{kind}" if kind else ""
+
+
+def hollow(method: int) -> bool:
+    return method >= 0 and method % PER_FAMILY // len(SHAPES) % 2 == 1
 
 
 def thinned(points: Sequence[T], most: int) -> list[T]:
@@ -192,7 +209,7 @@ def thinned(points: Sequence[T], most: int) -> list[T]:
 
 def marker(method: int, frozen: bool, x: float, y: float) -> str:
     """The path of a method's marker."""
-    return shape_path("diamond" if frozen else SHAPES[method % len(SHAPES)], x, y)
+    return shape_path("diamond" if frozen or method < 0 else SHAPES[method % PER_FAMILY % len(SHAPES)], x, y)
 
 
 def shape_path(shape: str, x: float, y: float, r: float = 5) -> str:
