@@ -130,7 +130,14 @@ def open_data(setup: Setup) -> Source:
     """The data of a setup, reduced to the domains and classes that are asked for."""
     config = setup.config
     source = open_source(
-        config.data, config.group, config.domains, config.stride, config.unseen, config.split_file, config.names
+        config.data,
+        config.group,
+        config.domains,
+        config.stride,
+        config.unseen,
+        config.split_file,
+        config.names,
+        config.columns,
     )
     check_task(setup, source.task_type)
     if source.tokens is not None:

@@ -186,7 +186,7 @@ def numbers_of(groups: dict[str, list[RunRecord]]) -> dict[str, int]:
     families = {m.name: family(m.name, *m.parts.split(" × ")[::2]) for m in known}
 
     def place(label: str) -> int:
-        """Of the method among those of its family."""
+        """The place of the method among those of its family."""
         name, about = groups[label][0].method.name, family_of(groups[label][0])
         marks = [n for n, found in families.items() if found == about]
         return marks.index(name) if name in marks else len(marks)
