@@ -96,7 +96,7 @@ class Pools:
     def encode(self, setup: Setup) -> Pool:
         """What `load` gives, with a progress bar; names the images that are left out."""
         known = len(self.made)
-        with console.progress("encoding") as update:
+        with console.progress(f"encoding {setup.config.data} for {setup.method.label}") as update:
             pool = self.load(setup, lambda done, total: update(done, total=total))
         if pool.copies:
             self.say(f"data={pool.source.name}: {pool.copies}", console.warn)

@@ -109,7 +109,7 @@ def what_was_compared(groups: Groups, lead: str) -> str:
     parts.append(counted(len({r.seed for r in records}), "seed"))
     each = "each domain once held out as new" if len(held) > 1 else f"held out: {next(iter(held))}" if held else ""
     rounds = {r.rounds for r in records if r.rounds}
-    return " · ".join([*parts, *([each] if each else []), f"{' or '.join(map(str, sorted(rounds))) or 0} rounds"])
+    return " · ".join([*parts, *([each] if each else []), counted(max(rounds, default=0), "round")])
 
 
 def goal_card(v: Verdict, table: Table, lines: dict[str, MethodLine]) -> Card:
