@@ -27,6 +27,7 @@ from fedvlm.config import catalogue
 from fedvlm.config.families import FAMILIES, family
 from fedvlm.core.records import MEASURES, RoundRecord, RunRecord, Scores
 from fedvlm.evaluation.protocols import by_seed, is_base_to_novel
+from fedvlm.report.columns import DEFINED
 from fedvlm.report.gains import FROZEN
 from fedvlm.report.svg import PER_FAMILY
 from fedvlm.report.tables import grouped
@@ -35,14 +36,6 @@ from fedvlm.training.folder import RunFolder
 
 GAIN_TITLE = "gain over the frozen model"
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")  # as svg.SHAPES
-AXIS_LABELS = {
-    "G": "{} of the shared model on held-out clients (G), %",
-    "P": "{} of the personal models (P), %",
-    "novel": "{} on classes that no client trains on (novel), %",
-    "base": "{} on all classes trained on (base), %",
-    "local": "{} of clients' own models on their own classes (local), %",
-    "hm": "harmonic mean of base and novel {} (hm), %",
-}
 PLOTTED = ("G", "P", *MEASURES)
 MARKS = 14  # seven shapes, filled and hollow
 MOST_ROWS = 30  # of the panel with a row per target or client; beyond, it is left out
@@ -316,7 +309,9 @@ def plot_rounds(ax: Axes, lines: list[MethodLine], metric: str, theme: Theme) ->
 
 
 def axis_label(lines: list[MethodLine], metric: str) -> str:
-    return AXIS_LABELS[metric].format(score_name(lines))
+    """new clients G, accuracy in %."""
+    measure = DEFINED[metric]
+    return f"{measure.word} {measure.letter}, {score_name(lines)} in %"
 
 
 def score_name(lines: list[MethodLine]) -> str:

@@ -91,7 +91,6 @@ class Chart:
     parts: list[str] = field(default_factory=list)
     ticks: bool = True  # False: values along the axes mean nothing
     rows: Sequence[str] = ()  # names of rows in place of the y axis
-    dense: bool = False  # rows are close to each other
 
     def add(self, tag: str, tip: str = "", text: str = "", cls: str = "", **attributes: float | str) -> None:
         self.parts.append(element(tag, tip, text, cls, **attributes))
@@ -108,19 +107,9 @@ class Chart:
         for a, b, tip in thinned(points, MOST_TIPS):
             self.add("circle", tip, cx=a, cy=b, r=2 if len(points) < 15 else 1, cls="dot")
 
-    def band(self, xs: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
-        inside = thinned([z for z in zip(xs, low, high, strict=True) if math.isfinite(sum(z))], MOST_VERTICES)
-        if len(inside) > 1:
-            edge = [(a, c) for a, _, c in inside] + [(a, b) for a, b, _ in reversed(inside)]
-            self.add("path", d="M" + "L".join(f"{self.x(a):g} {self.y(b):g}" for a, b in edge) + "Z", cls="band")
-
     def marker(self, method: int, x: float, y: float, tip: str, frozen: bool = False) -> None:
         kind = "mark hollow" if hollow(method) else "mark"
         self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls=kind)
-
-    def holds(self, x: float, y: float) -> bool:
-        """Whether a point is inside the axes."""
-        return self.x.low <= x <= self.x.high and self.y.low <= y <= self.y.high
 
     def open_group(self, method: int, frozen: bool = False) -> None:
         """What is drawn until the group is closed belongs to this method."""
@@ -141,15 +130,7 @@ class Chart:
             out.append(element("line", x1=self.x.start, x2=right, y1=at, y2=at, cls="grid"))
             out.append(element("text", text=name, x=self.x.start - 5, y=at + 4, cls="tick end"))
         for k, name in enumerate(self.rows):
-            out.append(
-                element(
-                    "text",
-                    text=name,
-                    x=self.x.start - 5,
-                    y=self.y(k) + 4,
-                    cls=f"tick end {'dense' if self.dense else ''}",
-                )
-            )
+            out.append(element("text", text=name, x=self.x.start - 5, y=self.y(k) + 4, cls="tick end"))
         if self.x_label:
             out.append(element("text", text=self.x_label, x=right, y=self.height - 8, cls="axis end"))
         if self.y_label:

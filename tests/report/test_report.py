@@ -46,15 +46,6 @@ def test_figure(case: str, tmp_path: Path) -> None:
     assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_fairness_figure(case: str, tmp_path: Path) -> None:
-    fairness.fairness_figure(CASES[case](tmp_path / "runs"), tmp_path / "figure.png")
-    with Image.open(tmp_path / "figure.png") as image:
-        pixels = np.asarray(image.convert("RGB"), int)
-    assert (pixels.min(2) < 120).sum() > 1000
-    assert case in ("frozen only", "nothing shared") or (np.ptp(pixels, axis=2) > 60).sum() > 200
-
-
 def test_clients_are_ranked_from_worst_to_best(tmp_path: Path) -> None:
     """Compared with the personal models of one run, without the held-out client."""
     (line,) = gather([write(tmp_path, "fedavg", "art")], LIGHT)
@@ -268,15 +259,14 @@ def test_a_data_frame_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
         EXAMPLE.to_pandas()
 
 
-@pytest.mark.parametrize("draw", [drawn, fairness.fairness_of])
-def test_a_figure_is_an_object_without_global_state(draw, tmp_path: Path) -> None:
+def test_a_figure_is_an_object_without_global_state(tmp_path: Path) -> None:
     """Drawn later, outside matplotlib's settings of the theme, it looks the same."""
     runs, before = CASES["one run, names with $"](tmp_path / "runs"), dict(matplotlib.rcParams)
-    made = draw(runs, DARK)
+    made = drawn(runs, DARK)
     assert isinstance(made, Figure) and not list(tmp_path.glob("*.png"))
     assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
     made.savefig(tmp_path / "later.png", dpi=200)
-    {drawn: figure, fairness.fairness_of: fairness.fairness_figure}[draw](runs, tmp_path / "at once.png", DARK)
+    figure(runs, tmp_path / "at once.png", DARK)
     with Image.open(tmp_path / "later.png") as one, Image.open(tmp_path / "at once.png") as other:
         assert one.size == other.size
         assert np.abs(np.asarray(one.convert("RGB"), int) - np.asarray(other.convert("RGB"), int)).max() == 0

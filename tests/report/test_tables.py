@@ -249,7 +249,7 @@ def altered(run: RunFolder, key: str, value: object) -> RunFolder:
 ONE_ROW = {"seed", "seeds", "unseen", "protocol", "metrics"}
 ONE_ROW |= {"federation", "engine", "device", "chunk", "workers", "threads", "timeout", "grace", "jobs", "launcher"}
 ONE_ROW |= {"launch", "log", "out"}
-ONE_ROW |= {"data", "backbone", "names", "split_file", "duplicates"}  # by the fingerprints of what they hold
+ONE_ROW |= {"data", "backbone", "names", "split_file", "duplicates", "columns"}  # by the fingerprints of what they hold
 
 
 @pytest.mark.parametrize("key", sorted(f.name for f in fields(Config)))
