@@ -16,7 +16,6 @@ import argparse
 import io
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 from ahead import rate_together
 from PIL import Image
-from roofline import random_clip
+from roofline import random_clip, save_clip
 
 from fedvlm import backbones
 from fedvlm.backbones.base import Precision, in_precision
@@ -85,12 +84,8 @@ def main() -> None:
 
 def write_clip(folder: Path, small: bool) -> Path:
     """A folder with random weights, and mini-clip's tokenizer."""
-    text, vision, pixels, dim = SIZES[small]
-    shutil.copytree(backbones.ASSETS / backbones.BUNDLED, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    random_clip(text, vision, pixels, dim).save_pretrained(folder)
-    about = folder / "preprocessor_config.json"
-    about.write_text(about.read_text().replace("96", str(pixels)))
-    return folder
+    folder.mkdir()
+    return save_clip(random_clip(*SIZES[small]), folder)
 
 
 class Took(NamedTuple):

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_clip
+from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_clip, transformers_clip
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -104,7 +104,7 @@ def rounds(where: str, images: int) -> None:
     pixels = replace(data, x=backbone.pixels(pictures)[mixed])
     sides: dict[str, tuple[Lora, Data]] = {
         "ours": (setup.adapter, data),
-        "reference": (WholeTower(**vars(setup.adapter), model=backbone.model), pixels),
+        "reference": (WholeTower(**vars(setup.adapter), model=transformers_clip(backbone.folder)), pixels),
     }
     stages: tuple[Literal["supervised", "reinforced"], ...] = ("supervised", "reinforced")
     rows: list[list[str]] = []

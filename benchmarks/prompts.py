@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_clip
+from roofline import COLUMNS, image_flops, line, mini_clip, peak_rate, random_clip, transformers_clip
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -144,7 +144,7 @@ class Reference:
     def __init__(self, method: Method, federation: Federation, pool: Pool):
         backbone, task = mini_clip(), method.task
         assert isinstance(task.tower, TextTower)
-        self.method, self.federation, self.model = method, federation, backbone.model
+        self.method, self.federation, self.model = method, federation, transformers_clip(backbone.folder)
         self.vectors = method.initial["context"].shape[1]
         more = task.nouns[: len(method.initial["outsiders"])] if "outsiders" in method.initial else ()
         plan = task.tower.plan([name.replace("_", " ") for name in (*task.classes, *more)], self.vectors)

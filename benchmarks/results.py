@@ -147,7 +147,7 @@ def markdown(table: Table) -> str:
 
 def lines(table: Table) -> Iterator[str]:
     columns = [c for c in table.columns if c not in LEFT_OUT]
-    yield "| " + " | ".join(columns) + " |"
+    yield "| " + " | ".join(map(table.title, columns)) + " |"
     yield "|" + " --- |" * len(columns)
     for row in table.rows:
         cells = [f"**{row.get(c, '')}**" if table.is_bold(row, c) else row.get(c, "") for c in columns]

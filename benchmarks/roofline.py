@@ -7,15 +7,20 @@ as long as a step takes: under sustained load a device runs slower than in its f
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from fedvlm import backbones
 from fedvlm.backbones.hf import Clip
+from fedvlm.towers.modules import TextSizes, TwoTowers, VisionSizes
 from fedvlm.towers.vision import ImageLayers
 
 if TYPE_CHECKING:
@@ -33,20 +38,33 @@ def mini_clip() -> Clip:
     return backbone
 
 
-def random_clip(text: tuple[int, int, int], vision: tuple[int, int, int], pixels: int, dim: int) -> CLIPModel:
-    """A CLIPModel with these (width, layers, heads) and random weights, on which speed does not depend."""
-    from transformers import CLIPConfig, CLIPModel
-
-    shapes = {
-        part: {"hidden_size": w, "intermediate_size": 4 * w, "num_hidden_layers": layers, "num_attention_heads": heads}
-        for part, (w, layers, heads) in {"text": text, "vision": vision}.items()
-    }
-    shapes["vision"] |= {"image_size": pixels, "patch_size": 16}
+def random_clip(text: tuple[int, int, int], vision: tuple[int, int, int], pixels: int, dim: int) -> TwoTowers:
+    """A CLIP with these (width, layers, heads) and random weights, on which speed does not depend."""
     torch.manual_seed(0)
-    config = CLIPConfig(text_config=shapes["text"], vision_config=shapes["vision"], projection_dim=dim)
-    model = CLIPModel(config)
-    model.train(False)
-    return model.requires_grad_(False)
+    (w, layers, heads), (v, deep, many) = text, vision
+    reader = TextSizes(w, 4 * w, layers, heads, "quick_gelu", 1e-5, 49408, 77, 49407)
+    model = TwoTowers(VisionSizes(v, 4 * v, deep, many, "quick_gelu", 1e-5, pixels, 16), reader, "clip", dim)
+    return model.eval().requires_grad_(False)
+
+
+def save_clip(model: TwoTowers, folder: Path) -> Path:
+    """The model as a folder in Hugging Face's format, with mini-clip's tokenizer and CLIP's preprocessing for its size."""
+    vision, text = model.vision_model.config, model.text_model.config
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors")
+    config = {"model_type": "clip", "projection_dim": model.visual_projection.out_features}
+    (folder / "config.json").write_text(json.dumps(config | {"vision_config": vars(vision), "text_config": vars(text)}))
+    prepared = {"image_processor_type": "CLIPImageProcessor", "size": vision.image_size, "crop_size": vision.image_size}
+    (folder / "preprocessor_config.json").write_text(json.dumps(prepared))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(backbones.ASSETS / "mini-clip" / name, folder)
+    return folder
+
+
+def transformers_clip(folder: Path) -> CLIPModel:
+    """The same model by transformers, for references."""
+    from transformers import CLIPModel
+
+    return CLIPModel.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
 
 
 def peak_rate(size: int, device: str) -> float:

@@ -1,6 +1,7 @@
 """CPU-seconds of a round on one thread with stored features, against a naive implementation and a lower bound, in one run.
 
     python benchmarks/speed.py --data ../shared/data/pacs
+    python benchmarks/speed.py gpu                                 # see speed_gpu.py
     python benchmarks/speed.py --data ../shared/data/pacs --base REV     # this version of fedvlm against another
 
 A round is training plus the evaluation of all splits of all clients. The lower bound is the time of the round's matrix
@@ -77,6 +78,10 @@ COMPARED = [Case("fedclip"), *MANY, Case("fedavg", 30_000, synthetic=True)]
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["gpu"]:
+        import speed_gpu
+
+        return speed_gpu.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--data", default="../shared/data/pacs", help="a folder of domain/class/image, or emoji (embedded)"

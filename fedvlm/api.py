@@ -394,14 +394,14 @@ def execute(planned: Sequence[PlannedRun], at_once: int) -> Runs:
     if known:
         text = f"{known[0]} is" if len(planned) == 1 else f"{len(known)} of {len(planned)} runs are"
         console.note(f"{text} already finished and not repeated")
-    sizes = [1 + p.setup.config.rounds for p in planned]
+    sizes = [max(1, p.setup.config.rounds) for p in planned]
     done = [0] * len(planned)
     title = planned[0].setup.method.label if len(planned) == 1 else f"{len(planned)} runs"
     with stoppable() as check, console.progress(title, sum(sizes)) as update:
 
         def report(i: int, record: RoundRecord | None, error: str) -> None:
             check()
-            done[i] = sizes[i] if record is None else record["round"] + 1
+            done[i] = sizes[i] if record is None else record["round"]
             setup = planned[i].setup
             what = "" if len(planned) == 1 else f"{setup.method.label} {'+'.join(setup.config.unseen)} "
             if record is not None:
@@ -416,8 +416,8 @@ def federated(setup: Setup, folder: Path | None = None) -> Run:
     from fedvlm.federation import admin
     from fedvlm.system import console
 
-    with console.progress(setup.method.label, 1 + setup.config.rounds) as update:
-        return Run(admin.run_on_sites(setup, lambda record: update(record["round"] + 1, records.words(record)), folder))
+    with console.progress(setup.method.label, setup.config.rounds) as update:
+        return Run(admin.run_on_sites(setup, lambda record: update(record["round"], records.words(record)), folder))
 
 
 def resume(found: Sequence[Run]) -> Runs:

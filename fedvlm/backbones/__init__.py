@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from fedvlm.backbones.base import Backbone
+from fedvlm.core.weights import in_full
 from fedvlm.errors import FedvlmError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -23,6 +24,7 @@ def installed_backbones() -> dict[str, EntryPoint]:
 
 def form_of(name: str) -> Form:
     """What `load` takes a name for. Nothing is loaded."""
+    name = in_full(name)
     if name.startswith("object:"):
         return "object"
     if name.partition(":")[0] in installed_backbones():
@@ -42,7 +44,8 @@ def form_of(name: str) -> Form:
 
 def load(name: str) -> Backbone:
     """mini-clip · a folder or hub name in Hugging Face or open_clip format · onnx:FILE · http(s)://… ·
-    python:module:function · pixels:SIZE · NAME or NAME:rest of an installed package."""
+    python:module:function · pixels:SIZE · NAME or NAME:rest of an installed package · a short name of weights.py."""
+    name = in_full(name)
     form = form_of(name)
     if form == "object":
         from fedvlm.backbones import objects

@@ -6,8 +6,12 @@ Only the chosen command's module is imported, so that commands without training 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import fedvlm
@@ -217,6 +221,7 @@ first steps:
   fedvlm run fedot --help                             every key of a method
 """
 GOES_ON = ("demo", "run", "bench", "choose", "resume")  # commands that, given again, go on where they stopped
+AS_JSON = ("compare", "ls", "show", "choose")
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 
@@ -229,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     args = argparse.Namespace(command="help", debug=False) if _asks_for_keys(words) else _parse(words)
     try:
-        with stoppable():
+        with stoppable(), printing(args):
             if args.command == "help":
                 from fedvlm.cli.commands.show import show_help
 
@@ -258,6 +263,28 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"fedvlm: {shown(fault_of(error))}\n(--debug shows more)", file=sys.stderr)
     return 1
+
+
+@contextlib.contextmanager
+def printing(args: argparse.Namespace) -> Iterator[None]:
+    """Prints as --quiet, --json and --log say."""
+    from fedvlm.system.console import Mode
+
+    wanted = getattr(args, "json", False)
+    before = Mode.quiet, Mode.log, Mode.collected
+    Mode.quiet, Mode.collected = getattr(args, "quiet", False), {} if wanted else None
+    try:
+        with contextlib.ExitStack() as stack:
+            if place := getattr(args, "log", None):
+                try:
+                    Mode.log = stack.enter_context(Path(place).open("a", encoding="utf-8"))
+                except OSError as error:
+                    raise FedvlmError(f"--log {place}: cannot be written ({error.strerror})") from None
+            yield
+            if Mode.collected is not None:
+                print(json.dumps(Mode.collected, indent=1, ensure_ascii=False, default=str))
+    finally:
+        Mode.quiet, Mode.log, Mode.collected = before
 
 
 def shown(error: Exception | str) -> str:
@@ -327,4 +354,8 @@ def _parser() -> argparse.ArgumentParser:
         for argument in command.arguments:
             sub.add_argument(argument.name, **argument.options)
         sub.add_argument("--debug", action="store_true", help="show tracebacks")
+        sub.add_argument("--quiet", action="store_true", help="print results only: no progress, notes or warnings")
+        sub.add_argument("--log", metavar="FILE", help="also write everything that is printed there, with times")
+        if name in AS_JSON:
+            sub.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser

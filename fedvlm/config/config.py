@@ -67,6 +67,7 @@ class DataKeys:
     names: str = default("", "unbound", "path", "central")  # class names by folder, .json or .csv; "": the folders' own
     split_file: str = default("", "unbound", "path", "central")  # as split=FILE: CoOp's, with images, classes and split
     group: str = ""  # regular expression: files that agree in its first group (a patient) get the same split
+    columns: tuple[str, ...] = default((), "unbound", "site")  # of a table: path:file,label:diagnosis,client:hospital
     domains: Whole = default(0, "free", "site")  # use so many domains (sites, roles), drawn by a hash of names; 0: all
     # use only these classes: classes=dog,cat, or a file of names; empty: all
     classes: tuple[str, ...] = default((), "free", "central", "classes")

@@ -14,6 +14,7 @@ from fedvlm.core.seeds import keys, shuffled
 from fedvlm.core.state import aligned
 
 SPLITS = ("train", "val", "test")
+SCORED = SPLITS[1:]  # what models are scored on: nothing is chosen or reported by training images
 WINDOW = 64  # steps planned ahead: one large client among many small ones must not cost memory for all
 
 

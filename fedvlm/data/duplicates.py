@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedvlm.data.source import Item
+from fedvlm.system.formatting import counted
 
 MOST_NAMED = 3  # copies in a note
 
@@ -43,7 +44,7 @@ def told(items: Sequence[Item], twins: np.ndarray, what: str) -> str:
     several = [found for found in places.values() if len(found) > 1]
     classes = sum(len({i.label for i in found}) > 1 for found in several)
     clients = sum(len({(i.domain, i.client) for i in found}) > 1 for found in several)
-    counts = f"{len(several)} images are there more than once ({len(copies)} copies"
+    counts = f"{counted(len(several), 'image')} more than once ({counted(len(copies), 'further file')}"
     counts += f"; {classes} in several classes" * bool(classes) + f"; {clients} at several clients" * bool(clients)
     named = ", ".join(f"{copy} is {first}" for copy, first in list(copies.items())[:MOST_NAMED])
     done = {

@@ -28,6 +28,7 @@ class Options(NamedTuple):
     domains: int = 0  # text: how many are kept; 0: all
     stride: int = 8  # text: characters from one example to the next
     keep: Sequence[str] = ()  # domains that are kept in any case
+    columns: Sequence[str] = ()  # of a table: NAME:COLUMN
 
 
 class Format:

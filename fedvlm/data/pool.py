@@ -96,7 +96,7 @@ class Pools:
     def encode(self, setup: Setup) -> Pool:
         """What `load` gives, with a progress bar; names the images that are left out."""
         known = len(self.made)
-        with console.progress("encoding") as update:
+        with console.progress(f"encoding {setup.config.data} for {setup.method.label}") as update:
             pool = self.load(setup, lambda done, total: update(done, total=total))
         if pool.copies:
             self.say(f"data={pool.source.name}: {pool.copies}", console.warn)
@@ -130,7 +130,14 @@ def open_data(setup: Setup) -> Source:
     """The data of a setup, reduced to the domains and classes that are asked for."""
     config = setup.config
     source = open_source(
-        config.data, config.group, config.domains, config.stride, config.unseen, config.split_file, config.names
+        config.data,
+        config.group,
+        config.domains,
+        config.stride,
+        config.unseen,
+        config.split_file,
+        config.names,
+        config.columns,
     )
     check_task(setup, source.task_type)
     if source.tokens is not None:

@@ -115,12 +115,13 @@ def open_source(
     keep: Sequence[str] = (),
     split_file: str = "",
     names: str = "",
+    columns: Sequence[str] = (),
 ) -> Source:
     """The data of this name in the format that recognises it, or in FORMAT of FORMAT:NAME.
 
     `group` is a regular expression for file names (see `group_of`). `domains`, `stride` and `keep` (see `sample_domains`)
     apply to text only; images are all listed (`keep_domains` reduces them). `split_file` and `names`: see `splits.py` and
-    `wording.py`.
+    `wording.py`. `columns`: see `formats/table.py`.
     """
     from fedvlm.data.splits import check_groups, open_split_file
     from fedvlm.data.wording import renamed
@@ -130,7 +131,7 @@ def open_source(
     else:
         kind, path = named(name)
         with explained(f"opening data={name}"):
-            source = replace(known()[kind].open(path, Options(group, domains, stride, keep)), format=kind)
+            source = replace(known()[kind].open(path, Options(group, domains, stride, keep, columns)), format=kind)
     check_groups(source)
     return renamed(source, names)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedvlm.core.cohort import Cohort
-from fedvlm.core.data import SPLITS
+from fedvlm.core.data import SCORED, SPLITS
 from fedvlm.core.detection import SCORES
 from fedvlm.core.metric import Additive, Metric
 from fedvlm.core.records import ClientScores, Number, RoundRecord, Scores
@@ -59,10 +59,10 @@ def evaluate(
 
 
 def per_client(metric: Metric, reply: Reply, name: str, count: np.ndarray) -> np.ndarray:
-    """The values of each client: [clients, 3] by split or, for metrics without splits, [clients, 1] on test."""
+    """The values of each client: [clients, 2] by split or, for metrics without splits, [clients, 1] on test."""
     statistic = reply.values[name].double().numpy()
     if isinstance(metric, Additive) and not metric.extra:
-        columns = [metric.result(statistic[:, j], count[:, j]) for j in range(len(SPLITS))]
+        columns = [metric.result(statistic[:, j], count[:, j]) for j in map(SPLITS.index, SCORED)]
         return np.stack(columns, axis=1)
     return metric.result(statistic, count[:, SPLITS.index("test")])[:, None]
 
@@ -79,7 +79,7 @@ def by_view(
         if source not in method.views or not pick.any():
             continue
         values = per_client(metric, reply, f"{source}.{name}", count)[pick]
-        splits = SPLITS if values.shape[1] == len(SPLITS) else ("test",)
+        splits = SCORED if values.shape[1] == len(SCORED) else ("test",)
         means = {split: mean(values[:, j]) for j, split in enumerate(splits)}
         if isinstance(metric, Additive):
             at = SPLITS.index("test")
@@ -117,18 +117,18 @@ def scores_of_clients(scores: dict[str, np.ndarray], names: list[str], unseen: n
         rows = [[None if v != v else v for v in row] for row in accuracy.round(6).tolist()]
         for name, row, held_out in zip(names, rows, unseen, strict=True):
             if not (held_out and view == "personal"):
-                out[name][view] = dict(zip(SPLITS, row, strict=True))  # type: ignore[literal-required]
+                out[name][view] = dict(zip(SCORED, row, strict=True))  # type: ignore[literal-required]
     return out
 
 
 def summary_of_clients(accuracy: np.ndarray, loss: np.ndarray) -> Scores:
     out: Scores = {}
-    for j, split in enumerate(SPLITS):
+    for j, split in enumerate(SCORED):
         known = accuracy[~np.isnan(accuracy[:, j]), j]
         if len(known):
             out[split] = number_or_none(known.mean())
             out[f"{split}_loss"] = number_or_none(loss[~np.isnan(loss[:, j]), j].mean())
-    return out | fairness(accuracy[:, SPLITS.index("test")])
+    return out | fairness(accuracy[:, SCORED.index("test")])
 
 
 def fairness(accuracy: np.ndarray) -> Scores:

@@ -20,6 +20,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.records import RoundRecord, Scores
 from fedvlm.core.state import Params, State, with_client_axis
 from fedvlm.core.tasks import SEGMENTATION
+from fedvlm.data.formats.arrays import as_array, as_image, as_images
 from fedvlm.data.images import decode, read_file, too_many
 from fedvlm.data.pool import task_of
 from fedvlm.engines.rows import Rows
@@ -32,7 +33,7 @@ from fedvlm.system.names import file_name, printable
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.saved import check_params, check_state
 
-Picture = str | Path | Image.Image
+Picture = str | Path | Image.Image | np.ndarray | torch.Tensor
 
 
 @dataclass
@@ -87,6 +88,9 @@ class Predictor:
         self, images: Picture | Sequence[Picture], count: int = 5, batch: int = 64
     ) -> list[list[tuple[str, float]]]:
         """The most probable classes of each image or path, best first: (class, probability)."""
+        array = as_array(images)
+        if array is not None:
+            images = list(as_images(array) if array.ndim == 4 else [as_image(array)])
         given = [images] if isinstance(images, str | Path | Image.Image) else list(images)
         out: list[list[tuple[str, float]]] = []
         for part in in_batches(map(opened, given), batch):
@@ -113,8 +117,8 @@ def in_batches(images: Iterable[Image.Image], size: int) -> Iterator[list[Image.
 
 
 def opened(image: Picture) -> Image.Image:
-    if isinstance(image, Image.Image):
-        return image
+    if not isinstance(image, str | Path):
+        return as_image(image)
     try:
         return decode(read_file(Path(image)))
     except (ValueError, OSError) as error:

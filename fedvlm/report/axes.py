@@ -31,9 +31,8 @@ class End(NamedTuple):
 
 
 def indexed(lines: list[MethodLine]) -> list[tuple[int, MethodLine]]:
-    """Each method with the number of its colour; the frozen model is grey and has −1."""
-    trained = [x for x in lines if not x.frozen]
-    return [(-1 - k if x.frozen else trained.index(x), x) for k, x in enumerate(lines)]
+    """Each method with its number, which is its colour and mark; the frozen model's is negative."""
+    return [(x.number, x) for x in lines]
 
 
 class Box(NamedTuple):
@@ -107,4 +106,4 @@ def rows_axes(name: str, rows: Sequence[str], values: Sequence[float], x_label: 
     left = min(150, 16 + 6.4 * max(len(shorten(r, 20)) for r in rows))
     y = Scale(-0.5, len(rows) - 0.5, TOP, height - BOTTOM)
     x = to_scale(values, left, WIDTH - RIGHT)
-    return Chart(name, x, y, x_label, height, rows=[shorten(r, 20) for r in rows])
+    return Chart(name, x, y, x_label, height=height, rows=[shorten(r, 20) for r in rows])

@@ -8,35 +8,20 @@ from collections import defaultdict
 import numpy as np
 
 from fedvlm.report import fairness
-from fedvlm.report.axes import Drawn, End, indexed, name_curves, room, rows_axes
-from fedvlm.report.figures import MethodLine, score_name, scores_by_row, targets
-from fedvlm.report.svg import chart, colour
+from fedvlm.report.axes import Drawn, End, indexed, name_curves, room
+from fedvlm.report.figures import MethodLine
+from fedvlm.report.svg import chart, colour, hue
 from fedvlm.training.folder import RunFolder
 
+MANY = 20  # clients from which on they are ranked
 FEW_CLIENTS = 8  # that get a curve each; of more, percentiles are drawn
 PERCENTILES = (0, 25, 50, 75, 100)
 
 
-def client_rows(lines: list[MethodLine]) -> list[Drawn]:
-    """A row for each client (or held-out target), where there are few."""
-    rows = scores_by_row(lines)
-    if not rows:
-        return []
-    values = [v for cells in rows.values() for v in cells if math.isfinite(v)]
-    what = "target" if len(targets(lines)) > 1 else "client"
-    c = rows_axes(f"score of each {what}", list(rows), values, f"{score_name(lines)}, %")
-    for j, (k, x) in enumerate(indexed(lines)):
-        c.open_group(k, x.frozen)
-        for place, (name, cells) in enumerate(rows.items()):
-            if math.isfinite(cells[j]):
-                c.marker(k, cells[j], place, f"{x.label}, {name}: {cells[j]:.1f} %", x.frozen)
-        c.close_group()
-    of = "the shared model on each target while it was held out" if what == "target" else "each client, test images"
-    return [Drawn(f"Each {what}", f"{score_name(lines)} of {of}, worst first.", str(c))]
-
-
 def ranked(lines: list[MethodLine]) -> list[Drawn]:
-    found = {x.label: v for x in lines if (v := fairness.ranked_scores(x)) is not None}
+    """All clients from worst to best, where there are many."""
+    most = max(len(r.finished.last.get("clients", {})) for x in lines for r in x.records)
+    found = {x.label: v for x in lines if (v := fairness.ranked_scores(x)) is not None} if most >= MANY else {}
     if not found:
         return []
     ys = np.concatenate(list(found.values())).tolist()
@@ -113,11 +98,11 @@ def client_curves(title: str, words: str, values: dict[int, dict[str, float]]) -
     rounds = [float(k) for k in values]
     c = chart(title, rounds, [v for ys in curves.values() for v in ys], "round", room=room([*curves]))
     for k, (name, ys) in enumerate(curves.items()):
-        c.parts.append(f'<g class="{colour(k)}">')
+        c.parts.append(f'<g class="{hue(k)}">')
         c.curve(k, rounds, ys, [f"{name}, round {r:.0f}: {v:.3g}" for r, v in zip(rounds, ys, strict=True)])
         c.close_group()
     last = {name: next((v for v in reversed(ys) if math.isfinite(v)), math.nan) for name, ys in curves.items()}
-    name_curves(c, [End(n, colour(k), v) for k, (n, v) in enumerate(last.items()) if math.isfinite(v)])
+    name_curves(c, [End(n, hue(k), v) for k, (n, v) in enumerate(last.items()) if math.isfinite(v)])
     return Drawn(title, f"{words}, mean over runs; {how}.", str(c))
 
 

@@ -5,12 +5,14 @@ From the outputs that runs keep of their test images, all runs of a method toget
 
 from __future__ import annotations
 
-import math
+import base64
 from collections import Counter
 from collections.abc import Callable
+from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from fedvlm.report.answers import VIEWS, Answers
 from fedvlm.report.axes import Drawn, End, name_curves, room
@@ -20,77 +22,72 @@ from fedvlm.report.svg import (
     COLOURS,
     HEIGHT,
     TOP,
-    WIDTH,
     Chart,
-    Scale,
     chart,
     colour,
     element,
+    hue,
     thinned,
-    to_scale,
 )
 
 BINS = 10
 FEW = 5  # images of a bin that say nothing
-MOST_CLASSES = 40  # of a confusion matrix
-LARGEST, READABLE = 60, 26  # pixels of a cell: at most, and from which on it has its number
-MOST_CELLS = 9000  # of all confusion matrices of a block: the page stays small
-MOST_CONFUSIONS = 300  # rows of the table
+RIGHT, WRONG = (10, 98, 179), (200, 80, 20)  # colours of a confusion matrix
+MOST_CONFUSIONS = 10  # rows of the table
 MOST_POINTS = 350  # images of a picture of features
 Place = Callable[[np.ndarray], np.ndarray]  # [images, dim] → [images, 2]
 Method = tuple[int, str, list[Answers]]  # number of its colour (negative: the frozen model), label, runs
 
 
 class Confusion(NamedTuple):
-    label: str
-    view: str
-    client: str  # "": all of them
-    svg: str
+    """A confusion matrix as a picture of one pixel per cell."""
+
+    title: str
+    png: str  # base64
+    size: int  # classes
 
 
 class Details(NamedTuple):
     reliability: list[Drawn]
+    off: dict[str, float]  # method → expected calibration error of its own models, in percent
     features: list[Drawn]
     classes: list[dict[str, str]]
     confusions: list[dict[str, str]]
-    matrices: list[Confusion]  # of all clients together
-    by_client: dict[str, list[Confusion]]
-    left_out: int  # matrices by client that would make the page too large
+    matrices: list[Confusion]  # of the method that the page is about
 
 
-def details(methods: list[Method], tsne: bool = False) -> Details | None:
+def details(methods: list[Method], lead: str = "", tsne: bool = False) -> Details | None:
+    """lead: the method whose mistakes are shown."""
     known = [m for m in methods if m[2]]
     if not known:
         return None
     names = known[0][2][0].record.data.classes
-    matrices = list[Confusion]()
-    by_client, left_out, cells = dict[str, list[Confusion]](), 0, 0
-    wanted = [(m, view, "") for m in known for view in views(m)]
-    present = {m[1]: clients(m[2]) for m in known}
-    everybody = dict.fromkeys(c for found in present.values() for c in found)
-    wanted += [(m, view, c) for c in everybody for m in known if c in present[m[1]] for view in views(m)]
-    for (_, label, runs), view, client in wanted if len(names) <= MOST_CLASSES else []:
-        counts = None if client and cells > MOST_CELLS else confusion(runs, view, client)
-        cells += 0 if counts is None else int((counts > 0).sum())
-        if counts is None or (client and cells > MOST_CELLS):
-            left_out += 1
-        elif counts.any():
-            title = f"{label}, {view}" + (f", {client}" if client else "")
-            made = Confusion(label, view, client, matrix(title, counts, names))
-            (by_client.setdefault(client, []) if client else matrices).append(made)
+    shown = next((m for m in known if m[1] == lead), known[-1])
     return Details(
-        [
-            reliability(known, view)
-            for view in VIEWS
-            if any(a.probabilities(view) is not None for m in known for a in m[2])
-        ],
+        [reliability(found, view) for view in VIEWS if (found := of_view(known, view))],
+        {m[1]: calibration(*judged(m[2], views(m)[-1]))[1] for m in known},
         [*embeddings(known), *(neighbour_charts(known) if tsne else [])],
         recall_by_class(known, names),
-        most_confused(known, names),
-        matrices,
-        by_client,
-        left_out,
+        most_confused([shown], names),
+        [confusion_picture(shown, view) for view in views(shown)[-1:]],
     )
+
+
+def of_view(methods: list[Method], view: str) -> list[Method]:
+    """The methods of a panel: those that have the view, and among the shared models those that have no others."""
+    return [m for m in methods if view in views(m)]
+
+
+def confusion_picture(method: Method, view: str) -> Confusion:
+    """Rows are true classes, columns predicted ones; blue: right, orange: wrong; the darker, the larger the share."""
+    counts = confusion(method[2], view)
+    share = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    right = np.eye(len(counts), dtype=bool)[..., None]
+    full = np.where(right, np.array(RIGHT), np.array(WRONG))
+    pixels = (255 - share[..., None] ** 0.5 * (255 - full)).astype(np.uint8)
+    out = BytesIO()
+    Image.fromarray(pixels, "RGB").save(out, "PNG", optimize=True)
+    return Confusion(f"{method[1]}, {view} models", base64.b64encode(out.getvalue()).decode(), len(counts))
 
 
 def views(method: Method) -> list[str]:
@@ -153,35 +150,6 @@ def confusion(runs: list[Answers], view: str, client: str = "") -> np.ndarray:
             own = np.array([not client or name == client for name in a.names])[a.client]
             np.add.at(total, (a.label[own], a.said[view][own]), 1)
     return total
-
-
-def matrix(name: str, counts: np.ndarray, names: list[str]) -> str:
-    """Rows are the true class, columns the predicted one; the colour is the share of the row."""
-    size = len(names)
-    left = min(110.0, 12 + 6 * max(len(shorten(n, 16)) for n in names))
-    step = min(LARGEST, (WIDTH - left - 12) / size)
-    height = round(TOP + size * step + 24)
-    y = Scale(-0.5, size - 0.5, TOP, TOP + size * step)
-    shown = [shorten(n, 16) for n in names] if step > 9 else [""] * size
-    c = Chart(
-        f"confusion matrix: {name}",
-        to_scale([0, 1], left, WIDTH - 12),
-        y,
-        "columns: predicted class, same order",
-        height,
-    )
-    c.ticks, c.rows, c.dense = False, shown, step < 14
-    totals = counts.sum(1)
-    for i, j in zip(*np.nonzero(counts), strict=True):
-        share = counts[i, j] / totals[i]
-        tip = f"{names[i]} → {names[j]}: {counts[i, j]} ({100 * share:.0f} %)"
-        x, top, side = round(left + step * int(j), 1), round(TOP + step * int(i), 1), round(step - 0.6, 1)
-        kind = f"{'hit' if i == j else 'miss'} h{math.ceil(10 * share)}"
-        c.add("rect", tip, width=side, height=side, cls=kind, x=x, y=top)
-        if step >= READABLE:
-            at = round(x + step / 2, 1), round(top + step / 2 + 4, 1)
-            c.add("text", text=f"{100 * share:.0f}", cls="cell middle", x=at[0], y=at[1])
-    return str(c)
 
 
 def recall_by_class(methods: list[Method], names: list[str]) -> list[dict[str, str]]:
@@ -271,7 +239,7 @@ def point_chart(k: int, label: str, a: Answers, chosen: np.ndarray, at: np.ndarr
     for j, (x, y) in zip(chosen, at, strict=True):
         held = bool(a.held_out[j])
         tip = f"{a.record.data.classes[int(a.label[j])]}, {a.client_name(int(a.client[j]))}"
-        kind = f"point c{int(a.label[j]) % COLOURS}"
+        kind = f"point {hue(int(a.label[j]))}"
         if held:
             size = 3.5
             where = f"M{c.x(x) - size:g} {c.y(y) - size:g}l7 7m0-7l-7 7"
@@ -298,4 +266,4 @@ def name_classes(c: Chart, names: list[str], label: np.ndarray, at: np.ndarray) 
     heights = spaced([c.y(y) for _, y in centres], 13, TOP + 6, HEIGHT - BOTTOM - 4)
     for k, (x, _), height in zip(present, centres, heights, strict=True):
         text = element("text", text=shorten(names[k], 16), cls="label middle", x=c.x(x), y=round(height + 4, 1))
-        c.parts.append(f'<g class="{colour(k)}">{text}</g>')
+        c.parts.append(f'<g class="{hue(k)}">{text}</g>')

@@ -21,7 +21,7 @@ from fedvlm.report.answers import Answers
 from fedvlm.training.folder import RunFolder
 
 SIDE = 72  # pixels of a thumbnail
-MOST_IMAGES = 400  # of a page: about a megabyte
+MOST_IMAGES = 60  # of a page: about 150 kB
 MOST_CLIENTS = 20
 PER_CLIENT = 6
 

@@ -23,24 +23,21 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from fedvlm.config import catalogue
+from fedvlm.config.families import FAMILIES, family
 from fedvlm.core.records import MEASURES, RoundRecord, RunRecord, Scores
 from fedvlm.evaluation.protocols import by_seed, is_base_to_novel
+from fedvlm.report.columns import DEFINED
 from fedvlm.report.gains import FROZEN
+from fedvlm.report.svg import PER_FAMILY
 from fedvlm.report.tables import grouped
 from fedvlm.system import files
 from fedvlm.training.folder import RunFolder
 
 GAIN_TITLE = "gain over the frozen model"
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-AXIS_LABELS = {
-    "G": "{} of the shared model on held-out clients (G), %",
-    "P": "{} of the personal models (P), %",
-    "novel": "{} on classes that no client trains on (novel), %",
-    "base": "{} on all classes trained on (base), %",
-    "local": "{} of clients' own models on their own classes (local), %",
-    "hm": "harmonic mean of base and novel {} (hm), %",
-}
+MARKERS = ("o", "s", "^", "D", "v", "P", "*")  # as svg.SHAPES
 PLOTTED = ("G", "P", *MEASURES)
+MARKS = 14  # seven shapes, filled and hollow
 MOST_ROWS = 30  # of the panel with a row per target or client; beyond, it is left out
 
 
@@ -48,12 +45,18 @@ class Theme(NamedTuple):
     background: str
     text: str
     muted: str  # grid, notes, and the frozen model
-    colours: tuple[str, ...]  # of the methods
+    colours: tuple[str, ...]  # of the families of methods, as in FAMILIES
 
 
-# the palette of Okabe and Ito (2008), which is distinguishable with colour blindness; lightened for the dark theme
-LIGHT = Theme("#ffffff", "#1f2933", "#6b7580", ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"))
-DARK = Theme("#14181d", "#e4e7eb", "#98a2ad", ("#4BA3E3", "#F0813C", "#2FC79C", "#E59CC6", "#EDB43C", "#A5D8F3"))
+# distances in CIELAB with protanopia, deuteranopia and tritanopia: at least 16 (light) and 19 (dark)
+LIGHT = Theme(
+    *("#ffffff", "#1f2933", "#5f6b77"),
+    ("#6c2482", "#0a62b3", "#ac4b00", "#197e44", "#014a43", "#d02f3f", "#5f6b77"),
+)
+DARK = Theme(
+    *("#14181d", "#e4e7eb", "#a4afba"),
+    ("#e5b3ff", "#4a90e7", "#faa258", "#25e1a0", "#a5fff1", "#f35464", "#a4afba"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class MethodLine:
     scores: dict[str, np.ndarray]  # metric → [rounds, seeds] in percent, NaN where there is no such model
     colour: str
     marker: str
+    number: int = -1  # PER_FAMILY × its family + its mark; the frozen model's is negative
 
     @property
     def frozen(self) -> bool:
@@ -150,8 +154,9 @@ def is_frozen(records: list[RunRecord]) -> bool:
 def gather(runs: list[RunFolder], theme: Theme) -> list[MethodLine]:
     """One line per method, the frozen model first; every round is scored as the tables score the last."""
     scored = {r.record.identity: {x["round"]: x for x in r.rounds() if "personal" in x} for r in runs}
-    lines: list[MethodLine] = []
-    for label, records in sorted(grouped(runs).items(), key=lambda g: not is_frozen(g[1])):
+    groups, lines = grouped(runs), list[MethodLine]()
+    numbers = numbers_of(groups)
+    for label, records in sorted(groups.items(), key=lambda g: not is_frozen(g[1])):
         by_round = [scored[r.identity] or {r.finished.last["round"]: r.finished.last} for r in records]
         rounds = sorted(set.intersection(*map(set, by_round)))
         table = []
@@ -159,12 +164,43 @@ def gather(runs: list[RunFolder], theme: Theme) -> list[MethodLine]:
             then = [ended_with(record, found[k]) for record, found in zip(records, by_round, strict=True)]
             table.append([[s.get(m) for m in PLOTTED] for s in by_seed(then).values()])
         values = 100 * np.array(table, float).reshape(len(rounds), -1, len(PLOTTED))
-        k = sum(not x.frozen for x in lines)
-        colour = theme.muted if is_frozen(records) else theme.colours[k % len(theme.colours)]
-        marker = "D" if is_frozen(records) else MARKERS[k % len(MARKERS)]
+        k = numbers[label]
+        colour = theme.muted if k < 0 else theme.colours[k // PER_FAMILY]
+        marker = "D" if k < 0 else MARKERS[k % PER_FAMILY % len(MARKERS)]
         scores = {m: values[..., j] for j, m in enumerate(PLOTTED)}
-        lines.append(MethodLine(label, records, rounds, scores, colour, marker))
+        lines.append(MethodLine(label, records, rounds, scores, colour, marker, k))
     return lines
+
+
+def numbers_of(groups: dict[str, list[RunRecord]]) -> dict[str, int]:
+    """The number of each method, which is its colour and mark: the same everywhere, and the next one that is free where
+    another row has it."""
+    known = catalogue.load().methods
+    families = {m.name: family(m.name, *m.parts.split(" × ")[::2]) for m in known}
+
+    def place(label: str) -> int:
+        """The place of the method among those of its family."""
+        name, about = groups[label][0].method.name, family_of(groups[label][0])
+        marks = [n for n, found in families.items() if found == about]
+        return marks.index(name) if name in marks else len(marks)
+
+    found: dict[str, int] = {}
+    for label in sorted(groups, key=place):
+        if is_frozen(groups[label]):
+            found[label] = -1 - sum(k < 0 for k in found.values())
+            continue
+        home = PER_FAMILY * list(FAMILIES).index(family_of(groups[label][0]))
+        tries = [home + (place(label) + k) % MARKS for k in range(MARKS)]
+        found[label] = next((k for k in tries if k not in found.values()), tries[0])
+    return found
+
+
+def family_of(record: RunRecord) -> str:
+    """That of the method in the catalogue; of other methods and networks, by what they train."""
+    about = record.method
+    built_in = {m.name: m.parts.split(" × ") for m in catalogue.load().methods} if not about.on + about.path else {}
+    adapter, _, merge = built_in.get(about.name, [record.adapter.name, "", record.merge.name])
+    return family(about.name, adapter, merge)
 
 
 def ended_with(record: RunRecord, last: RoundRecord) -> RunRecord:
@@ -273,7 +309,9 @@ def plot_rounds(ax: Axes, lines: list[MethodLine], metric: str, theme: Theme) ->
 
 
 def axis_label(lines: list[MethodLine], metric: str) -> str:
-    return AXIS_LABELS[metric].format(score_name(lines))
+    """new clients G, accuracy in %."""
+    measure = DEFINED[metric]
+    return f"{measure.word} {measure.letter}, {score_name(lines)} in %"
 
 
 def score_name(lines: list[MethodLine]) -> str:

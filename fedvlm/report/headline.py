@@ -13,7 +13,7 @@ NUMBERS = {1: "One seed", 2: "Two seeds"}
 
 
 def headline(table: Table) -> str:
-    """The headline, of at most two sentences, by the first rule that applies."""
+    """The answer in at most two sentences, by the first rule that applies."""
     if table.unlike:
         return f"These rows were not run alike ({table.unlike[0]}); no winner is named."
     goals = compared_measures(table.by_seed)
@@ -105,7 +105,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def answers(table: Table) -> list[str]:
-    """The highest row's value for each goal, whether it is best, and by how much: a line of words each."""
+    """A line for each goal: the highest row's value, whether it is best, and by how much."""
     found = verdicts(table)
     width = max((len(DEFINED[v.measure].word) for v in found), default=0)
     return [f"{DEFINED[v.measure].word:{width}}  {evidence(v, table)}" for v in found]

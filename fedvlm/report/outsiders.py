@@ -11,7 +11,7 @@ from fedvlm.data.pool import Pools
 from fedvlm.errors import FedvlmError
 from fedvlm.predict.finished import Finished, test_rows
 from fedvlm.report.axes import Drawn
-from fedvlm.report.svg import chart, colour
+from fedvlm.report.svg import chart, hue
 from fedvlm.rounds.steps.score import detection_scores
 from fedvlm.training.folder import RunFolder
 
@@ -56,7 +56,7 @@ def outsider_chart(label: str, inside: np.ndarray, outside: np.ndarray) -> Drawn
     highest = max(float(v.max()) for v in shares.values())
     c = chart(f"outsiders: {label}", (100 * edges).tolist(), [0.0, highest], "confidence, %")
     for k, (name, share) in enumerate(shares.items()):
-        c.parts.append(f'<g class="{colour(k)}">')
+        c.parts.append(f'<g class="{hue(k)}">')
         for low, high, value in zip(edges, edges[1:], share, strict=False):
             tip = f"{name}: {value:.0f} % with a confidence of {100 * low:.0f} to {100 * high:.0f} %"
             left, top = c.x(100 * low), c.y(value)

@@ -54,7 +54,8 @@
   }
 
   for (const block of all(".block")) {
-    const buttons = all(".legend button", block);
+    const buttons = all(".rank .nm", block);
+    const rows = all(".rank tbody tr", block);
     for (const button of buttons) {
       button.addEventListener("click", () => {
         button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
@@ -64,21 +65,16 @@
         });
       });
     }
-  }
-
-  all(".block").forEach((block, number) => {
-    const contents = make("nav", { className: "contents" });
-    const list = make("ul");
-    contents.setAttribute("aria-label", "Contents");
-    all("h3", block).forEach((title, place) => {
-      title.id = `part-${number + 1}-${place + 1}`;
-      const item = make("li");
-      item.append(make("a", { href: `#${title.id}`, textContent: title.textContent }));
-      list.append(item);
+    const hidden = rows.slice(8).filter((row) => !row.querySelector(".f-ref"));
+    if (hidden.length < 2) continue;
+    hidden.forEach((row) => (row.hidden = true));
+    const more = make("button", { type: "button", textContent: `${hidden.length} more` });
+    more.addEventListener("click", () => {
+      hidden.forEach((row) => (row.hidden = false));
+      more.remove();
     });
-    contents.append(list);
-    block.querySelector("h2").after(contents);
-  });
+    block.querySelector(".rank").parentElement.after(more);
+  }
 
   const tip = make("div", { id: "tip", hidden: true });
   document.body.append(tip);

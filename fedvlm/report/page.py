@@ -23,8 +23,9 @@ from fedvlm.report.blocks import blocks
 from fedvlm.report.columns import meanings
 from fedvlm.report.details import Details, Method, details
 from fedvlm.report.effects import Effect, effects
-from fedvlm.report.figures import LIGHT, MethodLine, gather, scores_by_client
-from fedvlm.report.gains import against_frozen
+from fedvlm.report.figures import LIGHT, MethodLine, gather
+from fedvlm.report.first_screen import First, first_screen, leader
+from fedvlm.report.gains import FROZEN, against_frozen, verdicts
 from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent_cell
 from fedvlm.report.sent import sent
 from fedvlm.report.snapshot import Snapshot
@@ -43,7 +44,7 @@ from fedvlm.report.tables import (
 )
 from fedvlm.system import files
 from fedvlm.system.formatting import size
-from fedvlm.system.table import Table
+from fedvlm.system.table import ClientScores, Table
 from fedvlm.training.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class PageOptions:
 
 
 DEFAULT = PageOptions()
+MOST_RUNS = 60  # listed one by one
+TINT = 10  # points of gain or loss from one tint to the next
 
 
 def page(runs: list[RunFolder], path: Path, options: PageOptions = DEFAULT) -> None:
@@ -129,18 +132,18 @@ class PageBlock(NamedTuple):
     facts: dict[str, str]
     table: Table
     notes: list[str]  # of the table, without those that explain its columns
-    any_base_to_novel: bool
-    all_base_to_novel: bool
-    verdicts: list[str]
-    legend: list[charts.LegendEntry]
-    charts: dict[str, list[Drawn]]  # by heading
+    headline: str
+    first: First
+    warnings: list[str]  # what to know before relying on the answer
+    charts: charts.Comparison
     numbers: list[dict[str, str]]  # of the curves
-    clients: list[dict[str, str]]
+    clients: dict[str, ClientTable]  # by heading
     matrices: list[Matrix]
     traffic: list[dict[str, str]]
     acted: list[dict[str, str]]
     sent: list[dict[str, str]]
-    runs: list[dict[str, str]]
+    runs: list[dict[str, str]]  # of many, none
+    number: int  # of runs
     look: Look | None
 
 
@@ -155,35 +158,37 @@ class Look(NamedTuple):
 def block(title: str, runs: Sequence[RunFolder], options: PageOptions = DEFAULT) -> PageBlock:
     runs = list(runs)
     groups, table, lines = grouped(runs), summarise(runs), gather(runs, LIGHT)
-    base_to_novel = [is_base_to_novel(r) for group in groups.values() for r in group]
+    first, folders = first_screen(table, groups, lines), {r.record.identity: r for r in runs}
+    lead = leader(table, verdicts(table))
+    warnings = [*table.warnings, *against_frozen(table)[: 0 if table.unlike else None]]
     return PageBlock(
         title=title,
         facts=run_facts(groups),
         table=table,
-        notes=[note for note in table.notes if note != definitions(table.columns)],
-        any_base_to_novel=any(base_to_novel),
-        all_base_to_novel=all(base_to_novel),
-        verdicts=against_frozen(table),
-        legend=charts.legend(lines),
-        charts=charts.comparison_charts(runs, lines),
+        notes=[note for note in table.notes if note not in (definitions(table.columns), *table.warnings)],
+        headline=table.head[0],
+        first=first,
+        warnings=warnings,
+        charts=charts.comparison(runs, lines, lead, table.by_client),
         numbers=charts.curve_table(lines, charts.megabytes(runs, lines)),
-        clients=table_of_clients(lines),
+        clients=client_tables(table),
         matrices=matrices(groups),
         traffic=[bytes_sent(label, records) for label, records in groups.items()],
-        acted=[line for r in runs for line in acted(r)],
+        acted=[line for x in lines for line in acted(x.label, [folders[r.identity] for r in x.records])],
         sent=[line for r in runs for line in sent(r)],
-        runs=listed_runs(runs),
-        look=look(runs, lines, options) if options.looks else None,
+        runs=listed_runs(runs) if len(runs) <= MOST_RUNS else [],
+        number=len(runs),
+        look=look(runs, lines, lead, options) if options.looks else None,
     )
 
 
-def look(runs: list[RunFolder], lines: list[MethodLine], options: PageOptions) -> Look:
+def look(runs: list[RunFolder], lines: list[MethodLine], lead: str, options: PageOptions) -> Look:
     folders = {r.record.identity: r for r in runs}
     said = {x.label: [a for r in x.records if (a := answers(folders[r.identity]))] for x in lines}
     methods = [(k, x.label, said[x.label]) for k, x in indexed(lines)]
     return Look(
-        details(methods, options.tsne) if options.details else None,
-        images_of_runs(methods, folders) if options.images else [],
+        details(methods, lead, options.tsne) if options.details else None,
+        images_of_runs(methods, lead, folders) if options.images else [],
         outsider_charts(lines, folders) if options.details else [],
     )
 
@@ -200,14 +205,14 @@ def outsider_charts(lines: list[MethodLine], folders: dict[str, RunFolder]) -> l
     return [found for label, run in asked if (found := histogram(label, run, pools))]
 
 
-def images_of_runs(methods: list[Method], folders: dict[str, RunFolder]) -> list[Shown]:
-    """Example images of the first run of each method that trains."""
+def images_of_runs(methods: list[Method], lead: str, folders: dict[str, RunFolder]) -> list[Shown]:
+    """Example images of the first run of the method that the page is about."""
     from fedvlm.data.pool import Pools  # late: torch, and only --images needs it
     from fedvlm.report.examples import MOST_CLIENTS, MOST_IMAGES, PER_CLIENT, partner, shown, source_of
 
     frozen = [a for k, _, runs in methods if k < 0 for a in runs]
-    trained = [(label, runs[0]) for k, label, runs in methods if k >= 0 and runs]
-    chosen = trained or [(label, runs[0]) for _, label, runs in methods if runs]
+    known = [(label, runs[0]) for _, label, runs in methods if runs]
+    chosen = [found for found in known if found[0] == lead] or known[-1:]
     clients = sum(min(MOST_CLIENTS, len(set(a.client.tolist()))) for _, a in chosen)
     most, pools, out = max(1, min(PER_CLIENT, MOST_IMAGES // max(1, clients))), Pools(), []
     for label, own in chosen:
@@ -216,17 +221,43 @@ def images_of_runs(methods: list[Method], folders: dict[str, RunFolder]) -> list
     return out
 
 
-def table_of_clients(lines: list[MethodLine]) -> list[dict[str, str]]:
-    """Test score of each client by method, mean over runs: the shared model's where it was held out, else its own."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in lines:
-        for name, value in (entry for r in line.records for entry in scores_by_client(r).items()):
-            if value is not None:
-                found[name][line.label].append(value)
-    return [
-        {"client": name} | {x.label: percent_cell(float(np.mean(v[x.label])) if v[x.label] else None) for x in lines}
-        for name, v in sorted(found.items())
-    ]
+class TintedCell(NamedTuple):
+    text: str
+    tint: str  # g1 to g3: gain over zero-shot, l1 to l3: loss
+    bold: bool
+
+
+class ClientTable(NamedTuple):
+    names: list[str]  # methods
+    rows: dict[str, list[TintedCell]]
+
+
+def client_tables(table: Table) -> dict[str, ClientTable]:
+    """Each client by method, as a new client and with its own model; the weakest with the first method on top."""
+    out = {}
+    for measure, title in (("G", "As a new client"), ("P", "With its own model")):
+        methods = [m for m in (str(v["method"]) for v in table.values) if table.by_client.get(m, {}).get(measure)]
+        clients = {c for m in methods for c in table.by_client[m][measure]}
+        if not methods or len(clients) < 2:
+            continue
+        first = table.by_client[methods[0]][measure]
+        names = sorted(clients, key=lambda c: first.get(c, 0.0))
+        if len(names) > charts.MANY:
+            names, title = names[: charts.MOST_ROWS], f"{title}, the {charts.MOST_ROWS} weakest of {len(clients)}"
+        rows = {c: [tinted(table.by_client, m, measure, c, methods) for m in methods] for c in names}
+        out[title] = ClientTable(methods, rows)
+    return out
+
+
+def tinted(known: dict[str, ClientScores], method: str, measure: str, client: str, methods: list[str]) -> TintedCell:
+    value = known[method][measure].get(client)
+    if value is None:
+        return TintedCell(DASH, "", False)
+    base = known.get(FROZEN, {}).get(measure, {}).get(client, value)
+    gained = 0.0 if method == FROZEN else value - base
+    step = min(3, 1 + int(abs(gained) // TINT)) if abs(gained) >= 0.5 else 0
+    highest = max(known[m][measure].get(client, -1.0) for m in methods)
+    return TintedCell(f"{value:.1f}", f"{'g' if gained > 0 else 'l'}{step}" if step else "", value == highest)
 
 
 def run_facts(groups: Groups) -> dict[str, str]:
@@ -253,15 +284,19 @@ def run_facts(groups: Groups) -> dict[str, str]:
     }
 
 
-def acted(run: RunFolder) -> list[dict[str, str]]:
-    """What the mechanisms of a run's method did."""
-
-    def row(e: Effect) -> dict[str, str]:
-        first = DASH if e.first is None else f"{e.first:.3g}"
-        values = {"first round": first, "last round": f"{e.last:.3g}"}
-        return {"run": run.folder.name, "what": e.name, **values, "meaning": e.meaning or DASH}
-
-    return [row(e) for e in effects(run)]
+def acted(label: str, runs: Sequence[RunFolder]) -> list[dict[str, str]]:
+    """What the mechanisms of a method did: means over its runs."""
+    found: dict[str, list[Effect]] = defaultdict(list)
+    for run in runs:
+        for effect in effects(run):
+            found[effect.name].append(effect)
+    rows = []
+    for name, each in found.items():
+        firsts = [e.first for e in each if e.first is not None]
+        first = f"{np.mean(firsts):.3g}" if firsts else DASH
+        values = {"first round": first, "last round": f"{np.mean([e.last for e in each]):.3g}"}
+        rows.append({"method": label, "what": name, **values, "meaning": each[0].meaning or DASH})
+    return rows
 
 
 def classes(data: DataRecord) -> str:

@@ -15,7 +15,9 @@ import numpy as np
 
 WIDTH, HEIGHT = 380, 280
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 40
-COLOURS = 6  # of the style sheet: c0 to c5; further ones repeat with dashes
+COLOURS = 6  # of the style sheet for classes and curves of clients: c0 to c5
+STYLES = ("f-one", "f-head", "f-adapt", "f-prompt", "f-tower", "f-whole", "f-ref")  # of families, as in FAMILIES
+PER_FAMILY = 100  # a method has the number PER_FAMILY × family + mark
 MOST_VERTICES = 200  # of a curve
 MOST_TIPS = 40  # values of a curve that hovering shows
 T = TypeVar("T")
@@ -84,11 +86,11 @@ class Chart:
     x: Scale
     y: Scale
     x_label: str = ""
+    y_label: str = ""
     height: int = HEIGHT
     parts: list[str] = field(default_factory=list)
     ticks: bool = True  # False: values along the axes mean nothing
     rows: Sequence[str] = ()  # names of rows in place of the y axis
-    dense: bool = False  # rows are close to each other
 
     def add(self, tag: str, tip: str = "", text: str = "", cls: str = "", **attributes: float | str) -> None:
         self.parts.append(element(tag, tip, text, cls, **attributes))
@@ -101,22 +103,13 @@ class Chart:
         line = thinned(points, MOST_VERTICES)
         path = "M" + "L".join(f"{a:g} {b:g}" for a, b, _ in line) if len(line) > 1 else ""
         if path:
-            self.add("path", d=path, cls=f"curve {style} {dashed(method)}")
+            self.add("path", d=path, cls=f"curve {style} {dashed(method)}".replace("  ", " "))
         for a, b, tip in thinned(points, MOST_TIPS):
             self.add("circle", tip, cx=a, cy=b, r=2 if len(points) < 15 else 1, cls="dot")
 
-    def band(self, xs: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
-        inside = thinned([z for z in zip(xs, low, high, strict=True) if math.isfinite(sum(z))], MOST_VERTICES)
-        if len(inside) > 1:
-            edge = [(a, c) for a, _, c in inside] + [(a, b) for a, b, _ in reversed(inside)]
-            self.add("path", d="M" + "L".join(f"{self.x(a):g} {self.y(b):g}" for a, b in edge) + "Z", cls="band")
-
     def marker(self, method: int, x: float, y: float, tip: str, frozen: bool = False) -> None:
-        self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls="mark")
-
-    def holds(self, x: float, y: float) -> bool:
-        """Whether a point is inside the axes."""
-        return self.x.low <= x <= self.x.high and self.y.low <= y <= self.y.high
+        kind = "mark hollow" if hollow(method) else "mark"
+        self.add("path", tip, d=marker(method, frozen, self.x(x), self.y(y)), cls=kind)
 
     def open_group(self, method: int, frozen: bool = False) -> None:
         """What is drawn until the group is closed belongs to this method."""
@@ -137,17 +130,11 @@ class Chart:
             out.append(element("line", x1=self.x.start, x2=right, y1=at, y2=at, cls="grid"))
             out.append(element("text", text=name, x=self.x.start - 5, y=at + 4, cls="tick end"))
         for k, name in enumerate(self.rows):
-            out.append(
-                element(
-                    "text",
-                    text=name,
-                    x=self.x.start - 5,
-                    y=self.y(k) + 4,
-                    cls=f"tick end {'dense' if self.dense else ''}",
-                )
-            )
+            out.append(element("text", text=name, x=self.x.start - 5, y=self.y(k) + 4, cls="tick end"))
         if self.x_label:
             out.append(element("text", text=self.x_label, x=right, y=self.height - 8, cls="axis end"))
+        if self.y_label:
+            out.append(element("text", text=self.y_label, x=self.x.start + 4, y=TOP + 8, cls="axis"))
         return "".join([*out, *self.parts, "</svg>"])
 
 
@@ -176,11 +163,22 @@ def svg_number(value: object) -> str:
 
 
 def colour(method: int, frozen: bool = False) -> str:
-    return "frozen" if frozen else f"c{method % COLOURS}"
+    """The class of a method's colour: that of its family."""
+    return STYLES[-1] if frozen or method < 0 else STYLES[method // PER_FAMILY]
+
+
+def hue(k: int) -> str:
+    """The class of a colour that stands for no method."""
+    return f"c{k % COLOURS}"
 
 
 def dashed(method: int) -> str:
-    return f"dash{method // COLOURS}" if method >= COLOURS else ""
+    kind = method % PER_FAMILY % 4 if method >= 0 else 0
+    return f"dash{kind}" if kind else ""
+
+
+def hollow(method: int) -> bool:
+    return method >= 0 and method % PER_FAMILY // len(SHAPES) % 2 == 1
 
 
 def thinned(points: Sequence[T], most: int) -> list[T]:
@@ -192,7 +190,7 @@ def thinned(points: Sequence[T], most: int) -> list[T]:
 
 def marker(method: int, frozen: bool, x: float, y: float) -> str:
     """The path of a method's marker."""
-    return shape_path("diamond" if frozen else SHAPES[method % len(SHAPES)], x, y)
+    return shape_path("diamond" if frozen or method < 0 else SHAPES[method % PER_FAMILY % len(SHAPES)], x, y)
 
 
 def shape_path(shape: str, x: float, y: float, r: float = 5) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -103,6 +103,7 @@ def summarise(runs: list[RunFolder], select: Select = "last", apart: bool = True
         level={(name, v.measure) for v in found if not v.best for name in v.level},
         by_client=by_clients,
         titles={c: DEFINED[c].title for c in columns if c in DEFINED} | further_titles(records, further),
+        warnings=warnings_of(groups, select, unlike),
         unlike=unlike,
     )
     return replace(table, head=[headline(table), *answers(table)])
@@ -472,6 +473,25 @@ def further_titles(records: list[RunRecord], further: dict[str, str]) -> dict[st
     """Headings of further metrics, with unit and direction."""
     lower = {m.name for r in records for m in r.metrics if m.lower_is_better}
     return {key: Measure(key, "", "", "%" * is_share(records, m), m in lower).title for m, key in further.items()}
+
+
+def warnings_of(groups: Groups, select: Select, unlike: Sequence[str]) -> list[str]:
+    """The notes that a reader needs before relying on the answer, the most important first."""
+    out = [f"rows that follow different protocols and do not compare methods: {'; '.join(unlike)}"] if unlike else []
+
+    def untested(group: list[RunRecord]) -> list[str]:
+        return list(filter(None, [without_tests(group[0], select)]))
+
+    kinds: list[Callable[[list[RunRecord]], list[str]]] = [
+        lambda group: far_below_notes(group, select),
+        lambda group: [f"own clients is the mean over {n}, which have test images" for n in untested(group)],
+        lambda group: incidents(group, select),
+    ]
+    out += [f"{name}: {text}" for kind in kinds for name, group in groups.items() for text in kind(group)]
+    own = {name: [effort(r) for r in group] for name, group in groups.items()}
+    if len(groups) > 1 and not unlike and (found := differences(own, given_effort(groups))):
+        out.append(f"settings that belong to the methods and differ: {'; '.join(found)}")
+    return out
 
 
 def without_tests(record: RunRecord, select: Select) -> str:

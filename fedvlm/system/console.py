@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.table import Table as Grid
@@ -28,6 +28,26 @@ out = plain(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty()
 err = plain(stderr=True, soft_wrap=True)
 
 
+class Mode:
+    """How a command was asked to print."""
+
+    quiet = False  # results only: no progress, notes or warnings
+    log: TextIO | None = None  # also written there, as plain lines
+    collected: dict[str, object] | None = None  # JSON instead of text: what is printed at the end
+
+
+def collect(name: str, value: object) -> None:
+    """Adds something to the JSON; nothing where text is printed."""
+    if Mode.collected is not None:
+        Mode.collected[name] = value
+
+
+def logged(text: str) -> None:
+    if Mode.log is not None:
+        Mode.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        Mode.log.flush()
+
+
 class Update(Protocol):
     def __call__(self, done: int, words: str = "", total: int | None = None) -> None: ...
 
@@ -39,7 +59,9 @@ def shows_bars() -> bool:
 
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Update]:
-    if shows_bars():
+    if Mode.quiet or Mode.collected is not None:
+        yield lambda done, words="", total=None: logged(f"{title} {done}/{total or done} {printable(words)}".strip())
+    elif shows_bars():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
@@ -53,6 +75,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
 
             def move(done: int, words: str = "", total: int | None = total) -> None:
                 bar.update(task, completed=done, words=printable(words), total=total)
+                logged(f"{title} {done}/{total or done} {printable(words)}".strip())
 
             yield move
     else:
@@ -67,23 +90,32 @@ def progress(title: str, total: int | None = None) -> Iterator[Update]:
                 shown = now
                 seconds, count = now - first[0], done - first[1]
                 left = f"{duration(seconds / count * (total - done))} left" if count else ""
-                print(" ".join(printable(f"{title} {done}/{total} {words} {left}").split()), flush=True)
+                text = " ".join(printable(f"{title} {done}/{total} {words} {left}").split())
+                print(text, flush=True)
+                logged(text)
 
         yield say
 
 
 def line(text: str, style: str | None = None) -> None:
     """One line, whatever the names in it are."""
-    out.print(printable(text), style=style)
+    logged(printable(text))
+    if Mode.collected is None:
+        out.print(printable(text), style=style)
 
 
 def note(text: str) -> None:
-    line(text, "dim")
+    if Mode.quiet:
+        logged(printable(text))
+    else:
+        line(text, "dim")
 
 
 def warn(text: str) -> None:
     """Print a warning to standard error."""
-    err.print(printable(text), style="yellow")
+    logged(printable(text))
+    if not Mode.quiet:
+        err.print(printable(text), style="yellow")
 
 
 def show(table: Table) -> None:
@@ -98,6 +130,12 @@ def show(table: Table) -> None:
         bold={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.bold},
         level={(printable(row, LONGEST_CELL), printable(c, LONGEST_CELL)) for row, c in table.level},
     )
+    logged(f"\n{table}")
+    if Mode.collected is not None:
+        rows = table.values or table.rows
+        found = {"answer": table.head, "rows": rows, "notes": table.notes}
+        cast("list[object]", Mode.collected.setdefault("tables", [])).append(found)
+        return
     if not (out.is_terminal or out.is_jupyter):
         print(table)  # the whole of it, for files and pipes
         return

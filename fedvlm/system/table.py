@@ -30,6 +30,7 @@ class Table:
     bold: set[tuple[str, str]] = field(default_factory=set)  # (cell of the first column, column): the best
     level: set[tuple[str, str]] = field(default_factory=set)  # likewise: level with the highest
     by_client: dict[str, ClientScores] = field(default_factory=dict)  # by row
+    warnings: list[str] = field(default_factory=list)  # of the notes, what to know before relying on the answer
     unlike: list[str] = field(default_factory=list)  # in what its rows differ, and so may not be compared
     dim: list[str] = field(default_factory=list)  # columns that the console prints in grey
     titles: dict[str, str] = field(default_factory=dict)  # of columns whose heading is not their name

@@ -1,4 +1,4 @@
-"""The folders to which runs were written on this machine, so that a run's name is enough from any folder."""
+"""The folders in which runs were written on this machine, so that a run's name is enough from any folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def named(name: str) -> Path | None:
 
 
 def folder_of(name: str) -> Path:
-    """The same as `named`, but an error where there is none."""
+    """What `named` finds, and an error where that is nothing."""
     if (found := named(name)) is None:
         known = [p.parent.name for p in runs_home().rglob("run.json")]
         hint = f"; {nearest(name, known)}" if known else ""

@@ -66,7 +66,7 @@ def test_copies_can_be_left_out(copied: Path, images: Path, tmp_path: Path) -> N
 def test_they_are_counted_and_named(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "fedavg", f"data={copied}", "rounds=1", f"out={tmp_path / 'run'}"]) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "12 images are there more than once (12 copies; 1 in several classes; 3 at several clients)" in told
+    assert "12 images more than once (12 further files; 1 in several classes; 3 at several clients)" in told
     assert "such as " in told and "copy-0" in told and "same part of the split" in told
 
 

@@ -435,7 +435,7 @@ def test_the_page_draws_them_by_round(bench, tmp_path):
         assert line.over(m)[0] == pytest.approx(by_round)
     page(found, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    assert "<b>novel</b>" in html and "<b>G</b>" not in html
+    assert "new classes novel %" in html and "new clients G" not in html
     assert (
         set(MEASURES) <= set(re.findall(r"<th[^>]*>(?:<[^>]*>)*([^<]+)<", html))
         and "2 classes trained on and 3 kept from everybody" in html

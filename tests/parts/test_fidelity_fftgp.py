@@ -369,8 +369,8 @@ def test_personal_models_are_scored_on_other_clients_images(scored):
     last = {name: run.rounds()[-1] for name, run in scored.items()}
     names = [n for n in last["own"]["clients"] if not n.startswith("openmoji")]
     for name in names:
-        train = {way: last[way]["clients"][name]["personal"]["train"] for way in ("own", "domain", "all")}
-        assert len(set(train.values())) == 1
+        kept = {way: last[way]["clients"][name]["personal"]["val"] for way in ("own", "domain", "all")}
+        assert len(set(kept.values())) == 1
     for domain in ("noto", "twemoji"):
         shared = {last["domain"]["clients"][f"{domain}-{k}"]["shared"]["test"] for k in range(2)}
         assert len(shared) == 1

@@ -193,7 +193,7 @@ def test_three_merges_of_the_same_replies_are_compared():
     (trained,), sent = engine.replies["train"], engine.sent["validate"]
     heads, found = trained.shared["head"], {k: v[0] for k, v in cohort.effects.items()}
     at_once = losses_by_hand(method.task, data, heads, trained.ids)
-    gaps = [losses_by_hand(method.task, data, [head] * 5) - at_once for head in sent]
+    gaps = [losses_by_hand(method.task, data, [head] * 5, trained.ids) - at_once for head in sent]
     assert len(gaps) == 5
     torch.testing.assert_close(sent[2], heads.mean(0))
     torch.testing.assert_close(sent[3], after.shared["head"])

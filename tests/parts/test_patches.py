@@ -346,7 +346,7 @@ def test_recipes_learn_on_real_images(name, images, tmp_path):
     pool = Pools().load(setup)
     run = train.train(PlannedRun(setup, pool, tmp_path / "run"))
     start, *_, last = run.rounds()
-    assert last["personal"]["train_loss"] < start["personal"]["train_loss"] and 0 <= last["auroc"] <= 1
+    assert last["personal"]["val_loss"] < start["personal"]["val_loss"] and 0 <= last["auroc"] <= 1
     method = PlannedRun(setup, pool).method
     predictor = Predictor(load("mini-clip"), method.model, method.initial | method.newcomer, "shared")
     (_, chance), *_ = predictor.predict([Image.open(next((images / "noto" / "bird").iterdir()))])

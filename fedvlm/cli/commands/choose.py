@@ -23,6 +23,8 @@ def main(args: argparse.Namespace) -> None:
     if "seeds" in given:
         given["seeds"] = [int(s) for s in str(given["seeds"]).split(",")]
     found = choose.choose(**given)  # type: ignore[arg-type]
+    for name in ("method", "settings", "sentence", "command", "not_tried", "seconds"):
+        console.collect(name, getattr(found, name))
     console.line(found.sentence, "bold")
     console.line("")
     show_table(found.runs, args)

@@ -67,6 +67,7 @@ def show_run(folder: Path) -> None:
     """What was run, what came out, and what the mechanisms of its method did."""
     from fedvlm.evaluation.protocols import target
     from fedvlm.predict import questions
+    from fedvlm.report.columns import DEFINED
     from fedvlm.report.effects import effects
     from fedvlm.report.tables import DASH, backbone_id, format_value, settings
     from fedvlm.training.folder import RunFolder
@@ -81,7 +82,10 @@ def show_run(folder: Path) -> None:
     last = record.result.last if record.result else (rounds[-1] if rounds else {})
     named = {"S": last.get("shared", {}).get("test"), **last}
     scores = {k: v for k in SCORES if isinstance(v := named.get(k), int | float)}
-    console.rows(["score", "test, %"], [[k, f"{100 * v:.1f}"] for k, v in scores.items()])
+    if scores.get("acc") == scores.get("P"):
+        scores.pop("acc", None)
+    names = {k: DEFINED[k].title.removesuffix(" %") if k in DEFINED else k for k in scores}
+    console.rows(["score", "test, %"], [[names[k], f"{100 * v:.1f}"] for k, v in scores.items()])
     if record.result and record.result.phases:
         parts = sorted(((k, v) for k, v in record.result.phases.items() if v >= SHORTEST), key=lambda part: -part[1])
         console.line("time: " + ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in parts))

@@ -95,13 +95,16 @@ def collected(name: str, root: Path, images: list[str], group: str, wrapper: str
     depth = depths.most_common(1)[0][0]
     if depth not in (1, 2):
         deep = depth + bool(tops)
+        inner = Counter(place.partition("/")[0] for place in below.values()).most_common(1)[0][0]
+        hint = f"; perhaps data={name}/{wrapper}{inner}" if depth > 2 else ""
         raise FedvlmError(
-            f"data={name}: images lie {deep} folders deep; expected class/image (1) or domain/class/image (2)"
+            f"data={name}: images lie {deep} folders deep; expected class/image (1) or domain/class/image (2){hint}"
         )
     other = [n for n, place in below.items() if place.count("/") != depth]
     if other:
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
         raise FedvlmError(
-            f"data={name}: most images lie {depth} folders deep, but {other[0]} does not (and {len(other) - 1} more); "
+            f"data={name}: most images lie {depth} folders deep, but {other[0]} does not{more}; "
             "move them, or give the folder that directly contains the domains or classes"
         )
     items = []

@@ -9,20 +9,21 @@ The same column names are understood in the .json of webdataset shards and in Hu
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from fedvlm.data.format import Format, Options, require_decoders
 from fedvlm.data.source import MAX_ITEMS, NO_DOMAIN, Item, Source, existing, group_of, with_classes
 from fedvlm.data.splits import FOLDERS, from_train
-from fedvlm.errors import FedvlmError
+from fedvlm.errors import FedvlmError, nearest
 
 ALIASES = {"site": "client", "patient": "group", "class": "label"}
 OPTIONAL = ("client", "domain", "group", "split")
 KNOWN = ("path", "label", *OPTIONAL)
 SEPARATORS = ",;\t"
 SHOWN = 3  # rows that an error names
+MOST_FAULTS = 10  # that an error lists
 
 
 class Table(Format):
@@ -32,28 +33,39 @@ class Table(Format):
         return name.endswith((".csv", ".tsv"))
 
     def open(self, name: str, options: Options) -> Source:
-        return open_table(name, options.group)
+        return open_table(name, options.group, options.columns)
 
 
-def open_table(name: str, group: str) -> Source:
+def open_table(name: str, group: str, mapped: Sequence[str] = ()) -> Source:
     path = existing(name, "data", "give a table with the columns path and label")
     rows = read_table(path, "data")
     if not rows:
         raise FedvlmError(f"data={path}: no rows below the header")
-    fields, notes = columns(list(rows[0]), ("path", "label"), f"data={path}")
+    fields, notes = columns(
+        list(rows[0]), ("path", "label"), f"data={path}", mapping(mapped, list(rows[0]), f"data={path}")
+    )
     found = [{name: row[column] for name, column in fields.items()} for row in rows]
     numbers = range(2, len(found) + 2)
-    refuse(path, "has no label", [n for n, r in zip(numbers, found, strict=True) if not r["label"]])
-    refuse(path, "has no path", [n for n, r in zip(numbers, found, strict=True) if not r["path"]])
+    faults = [
+        *fault("has no label", [n for n, r in zip(numbers, found, strict=True) if not r["label"]]),
+        *fault("has no path", [n for n, r in zip(numbers, found, strict=True) if not r["path"]]),
+    ]
     first: dict[str, int] = {}
     for number, row in zip(numbers, found, strict=True):
-        row["path"] = inside(row["path"], f"data={path}: row {number}")
+        if not row["path"]:
+            continue
+        try:
+            row["path"] = inside(row["path"], f"row {number}")
+        except FedvlmError as error:
+            faults.append(str(error))
+            continue
         if first.setdefault(row["path"], number) != number:
-            raise FedvlmError(
-                f"data={path}: rows {first[row['path']]} and {number} are the same image, {row['path']}; remove one"
-            )
+            faults.append(f"rows {first[row['path']]} and {number} are the same image, {row['path']}; remove one")
     root = path.resolve().parent
-    refuse(path, "names a file that is not there", [n for p, n in first.items() if not (root / p).is_file()], found)
+    faults += fault("names a file that is not there", [n for p, n in first.items() if not (root / p).is_file()], found)
+    if faults:
+        more = f"; and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
+        raise FedvlmError(f"data={path}: {'; '.join(faults[:MOST_FAULTS])}{more}; correct the table")
     require_decoders(first)
     items = [item_of(r, r["path"], group, f"data={path}: row {n}") for n, r in zip(numbers, found, strict=True)]
     return checked(Source(path.stem, root, tuple(items), notes=notes))
@@ -96,29 +108,47 @@ def limited(rows: Iterable[dict[str, str]]) -> Iterable[dict[str, str]]:
         yield row
 
 
-def columns(given: list[str], needed: tuple[str, ...], what: str) -> tuple[dict[str, str], tuple[str, ...]]:
+def mapping(given: Sequence[str], header: list[str], what: str) -> dict[str, str]:
+    """columns=path:file,label:diagnosis as column → known name."""
+    found = {}
+    for word in given:
+        name, _, column = word.partition(":")
+        if name not in KNOWN or not column:
+            raise FedvlmError(f"columns={word}: expected NAME:COLUMN, with one of {', '.join(KNOWN)}")
+        if column not in header:
+            raise FedvlmError(f"columns={word}: {what} has no column {column}; {nearest(column, header)}")
+        found[column] = name
+    return found
+
+
+def columns(
+    given: list[str], needed: tuple[str, ...], what: str, mapped: Mapping[str, str] = {}
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """Known name → the column that has it, and what is said of the others."""
     found: dict[str, str] = {}
     for column in given:
-        name = ALIASES.get(column.lower(), column.lower())
+        name = mapped.get(column) or ALIASES.get(column.lower(), column.lower())
+        if name in mapped.values() and column not in mapped:
+            continue
         if name in KNOWN:
             if name in found:
                 raise FedvlmError(f"{what}: the columns {found[name]} and {column} mean the same; remove one")
             found[name] = column
     for name in needed:
         if name not in found:
-            raise FedvlmError(f"{what}: no column {name}; it has {', '.join(given) or 'none'}")
+            example = f"; name it: columns={name}:{given[0]}" if given else ""
+            raise FedvlmError(f"{what}: no column {name}; it has {', '.join(given) or 'none'}{example}")
     ignored = [c for c in given if c not in found.values()]
     return found, ((f"ignored columns: {', '.join(ignored)}",) if ignored else ())
 
 
-def refuse(path: Path, fault: str, rows: list[int], found: list[dict[str, str]] | None = None) -> None:
-    if rows:
-        named = ", ".join(str(r) for r in rows[:SHOWN]) + (
-            f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-        )
-        example = f" ({found[rows[0] - 2]['path']})" if found else ""
-        raise FedvlmError(f"data={path}: row {named} {fault}{example}; correct the table")
+def fault(what: str, rows: list[int], found: list[dict[str, str]] | None = None) -> list[str]:
+    """What is wrong with these rows, as one text; nothing where there are none."""
+    if not rows:
+        return []
+    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    example = f" ({found[rows[0] - 2]['path']})" if found else ""
+    return [f"row {', '.join(str(r) for r in rows[:SHOWN])}{more} {what}{example}"]
 
 
 def inside(path: str, what: str) -> str:

@@ -71,7 +71,7 @@ def statistics(method: Method, params: Params, predict: Predictor, data: Data) -
     metrics = method.metrics_for(data.extras)
     for extra in dict.fromkeys(m.extra for m in metrics.values() if isinstance(m, Additive)):
         chosen = {k: m for k, m in metrics.items() if isinstance(m, Additive) and m.extra == extra}
-        examples, versions = (data, 1) if not extra else aligned_test(data, extra)
+        examples, versions = (scored(data), 1) if not extra else aligned_test(data, extra)
         totals = sums(model, predict(model, params, examples), list(chosen.values()), cells)
         found |= {k: t[:, 2] / versions if extra else t for k, t in zip(chosen, totals, strict=True)}
     whole = {k: m for k, m in metrics.items() if isinstance(m, PerClient)}
@@ -80,6 +80,11 @@ def statistics(method: Method, params: Params, predict: Predictor, data: Data) -
         rows = [{k: m.client(view) for k, m in whole.items()} for view in views]
         found |= {k: torch.stack([row[k] for row in rows]) for k in whole}
     return {k: found[k] for k in metrics}
+
+
+def scored(data: Data) -> Data:
+    """The examples that models are scored on; the sums over training examples stay 0."""
+    return replace(data, bounds=data.bounds[:, [1, 1, 2, 3]])
 
 
 def aligned_test(data: Data, extra: str) -> tuple[Data, int]:
