@@ -136,3 +136,13 @@ def test_a_secure_sum_may_be_begun_again_until_it_was_opened(tmp_path):
     diary.admit(1, 0, "told", new=False)
     with pytest.raises(Refused, match="helped to open a sum of round 1 before"):
         diary.admit(1, 0, "told")
+
+
+def test_a_line_that_was_cut_took_no_place(tmp_path):
+    Diary(tmp_path, sync=True).admit(1, 0, "a")
+    whole = (tmp_path / "diary.jsonl").read_bytes()
+    (tmp_path / "diary.jsonl").write_bytes(whole + b'\n[1, 1, "b')
+    assert Diary(tmp_path, sync=True).admit(1, 1, "c") is None
+    with pytest.raises(Refused, match="something else before"):
+        Diary(tmp_path, sync=True).admit(1, 1, "b")
+    assert (tmp_path / "diary.jsonl").stat().st_mode & 0o077 == 0
