@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fedvlm import api
+from fedvlm.config import catalogue
 from fedvlm.config.config import Setup
 from fedvlm.config.families import FAMILIES, ONE_ROUND, REFERENCE, family
 from fedvlm.core.records import RoundRecord, Settings
@@ -128,7 +129,9 @@ class Search:
             )
             raise FedvlmError(f"goal={wish.goal}: give {', '.join(GOALS)}{why}")
         self.seeds = tuple(map(int, cast("Iterable[int]", given.get("seeds") or SEEDS)))
-        self.given = {k: v for k, v in given.items() if k not in ("seeds", "seed", "out")}
+        self.given = dict(given)
+        for key in ("seeds", "out"):  # its own
+            self.given.pop(key, None)
         if wish.private:
             self.given |= {"dp": "client", "epsilon": wish.private}
         self.pools: Pools = api.new_pools()
@@ -166,7 +169,7 @@ class Search:
         """What costs one round at most, and what trains."""
         found = list[Try]()
         for name in self.wish.methods:
-            idle = ("dp", "epsilon", "rounds") if name == FROZEN else ()
+            idle = {*catalogue.for_purpose("training", "privacy")} if name == FROZEN else ()
             keys = {k: v for k, v in self.given.items() if k not in idle}
             try:
                 found.append(Try(api.chosen(name, keys)))
@@ -217,10 +220,10 @@ class Search:
         rounds = one.setup.config.rounds
         fewer = max(1, math.ceil(rounds / part)) if rounds else 0
         targets = self.held_out[:: max(1, len(self.held_out) // TARGETS)][:TARGETS]
-        changes: dict[str, object] = {"rounds": fewer, "evaluate_every": max(1, fewer), "out": str(self.out / SWEEP)}
+        changes: dict[str, object] = {"rounds": fewer, "evaluate_every": max(1, fewer)}
         if targets:
             changes |= {"protocol": LEAVE_ONE_OUT, "unseen": targets}
-        setup = one.setup.with_(seeds=self.seeds[:1], **changes)
+        setup = one.setup.with_(seeds=self.seeds[:1], out=str(self.out / SWEEP), **changes)
         checked(setup, self.pools)
         pool = self.pools.encode(setup)
         runs = [PlannedRun(single, pool) for single in single_runs(setup, pool)]
