@@ -2,9 +2,9 @@
 
 What is cheap comes first: the frozen model and one-round methods in full, then methods that train, family by family, for a
 ninth of their rounds. The best of these try three learning rates for a third of their rounds. The best one-round method and
-the two best others run in full, with all seeds and held-out domains. All this goes by validation images (of the clients that
-train, and of those held out, for new ones); test images are looked at in the last table only. Every run is an ordinary run
-in a folder, so that the same command goes on where it stopped, and repeats nothing.
+at most two others that are close to the best run in full, with all seeds and held-out domains. All this goes by validation
+images (of the clients that train, and of those held out, for new ones); test images are looked at in the last table only.
+Every run is an ordinary run in a folder, so that the same command goes on where it stopped, and repeats nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ CANDIDATES = (
 )
 FIRST, SECOND = 9, 3  # a candidate first trains one part in so many of its rounds, then of these
 SURVIVORS = 3  # trained methods that try several learning rates
-FINALISTS = 2  # trained methods that run in full, beside the best one-round method
+FINALISTS = 2  # trained methods that run in full at most, beside the best one-round method
+MARGIN = 0.03  # of validation accuracy, behind which a method is not run in full
 FACTORS = (1 / 3, 1.0, 3.0)  # of the recipe's learning rate
 TARGETS = 3  # held-out domains at a time while candidates are compared
 
@@ -161,9 +162,9 @@ class Search:
         varied_rates = [t for one in survivors for t in self.with_rates(one)]
         second = self.rung(varied_rates, SECOND) or tried
         best = {t.label: t for t in sorted(second, key=lambda t: t.score)}  # of each method the last, which is the best
-        finalists = sorted(best.values(), key=lambda t: -t.score)[:FINALISTS]
+        ranked = sorted(best.values(), key=lambda t: -t.score)
         one_round = sorted((t for t in cheap if t.score > -math.inf and t.label != FROZEN), key=lambda t: -t.score)[:1]
-        return self.final([t for t in cheap if t.label == FROZEN] + one_round + finalists)
+        return self.final([t for t in cheap if t.label == FROZEN] + one_round + finalists(ranked, one_round))
 
     def candidates(self) -> tuple[list[Try], list[Try]]:
         """What costs one round at most, and what trains."""
@@ -279,6 +280,14 @@ class Search:
             found = error.finished
             console.warn(str(error))
         return {run.folder: run for run in found}
+
+
+def finalists(ranked: Sequence[Try], one_round: Sequence[Try]) -> list[Try]:
+    """The trained methods that run in full: those within MARGIN of the best of all; where there is none, the quickest within
+    MARGIN of the best of them, for comparison."""
+    leader = max((t.score for t in [*ranked, *one_round]), default=0.0)
+    near = [t for t in ranked if t.score >= leader - MARGIN][:FINALISTS]
+    return near or sorted((t for t in ranked if t.score >= ranked[0].score - MARGIN), key=lambda t: t.seconds)[:1]
 
 
 def family_of(setup: Setup) -> str:
