@@ -63,8 +63,7 @@ def seconds(folder: Path) -> float:
 
 
 def in_full(name: str, keys: dict[str, object], methods: list[str], rounds: int, out: Path) -> api.Runs:
-    rest = {k: v for k, v in keys.items() if k != "methods"} | {"rounds": rounds, "out": str(out)}
-    return fedvlm.bench([m for m in methods if m != FROZEN], **rest)
+    return fedvlm.bench([m for m in methods if m != FROZEN], **keys, rounds=rounds, out=str(out))
 
 
 def measured(name: str, chosen: Chosen, full: api.Runs, folder: Path) -> str:

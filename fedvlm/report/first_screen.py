@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fedvlm.config import catalogue
+from fedvlm.config.config import OPEN
 from fedvlm.evaluation.protocols import target
 from fedvlm.report.columns import DEFINED
 from fedvlm.report.figures import MethodLine, family_of
@@ -18,15 +20,6 @@ from fedvlm.system.table import Table, Value
 
 BEST_STATE, LEVEL_STATE = "best", "level"
 SHOWN = 9  # rows of the ranking before "… more"
-NOT_REPEATED = (
-    "seeds",
-    "seed",
-    "unseen",
-    "protocol",
-    "out",
-    "jobs",
-    "evaluate_every",
-)  # keys of a bench, not of its winner
 
 
 class Card(NamedTuple):
@@ -160,7 +153,8 @@ def cost(row: dict[str, Value], key: str) -> str:
 def next_command(groups: Groups, lead: str) -> str:
     """What trains the method on all clients; of one method, what compares it."""
     record = groups[lead][0]
-    given = {k: v for k, v in record.given.items() if k not in NOT_REPEATED}
+    of_bench = {*catalogue.with_trait("varies", "asker", "selection"), *catalogue.for_purpose("output", "engine")}
+    given = {k: v for k, v in record.given.items() if k not in of_bench and (k != "protocol" or v == OPEN)}
     words = [f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in given.items()]
     name = record.method.path or record.method.name
     return shell_line(["fedvlm", *(["bench", name, "moments", "fedavg"] if len(groups) < 2 else ["run", name]), *words])

@@ -2,9 +2,9 @@
 
 What is cheap comes first: the frozen model and one-round methods in full, then methods that train, family by family, for a
 ninth of their rounds. The best of these try three learning rates for a third of their rounds. The best one-round method and
-the two best others run in full, with all seeds and held-out domains. All this goes by validation images (of the clients that
-train, and of those held out, for new ones); test images are looked at in the last table only. Every run is an ordinary run
-in a folder, so that the same command goes on where it stopped, and repeats nothing.
+at most two others that are close to the best run in full, with all seeds and held-out domains. All this goes by validation
+images (of the clients that train, and of those held out, for new ones); test images are looked at in the last table only.
+Every run is an ordinary run in a folder, so that the same command goes on where it stopped, and repeats nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fedvlm import api
+from fedvlm.config import catalogue
 from fedvlm.config.config import Setup
 from fedvlm.config.families import FAMILIES, ONE_ROUND, REFERENCE, family
 from fedvlm.core.records import RoundRecord, Settings
@@ -45,7 +46,8 @@ CANDIDATES = (
 )
 FIRST, SECOND = 9, 3  # a candidate first trains one part in so many of its rounds, then of these
 SURVIVORS = 3  # trained methods that try several learning rates
-FINALISTS = 2  # trained methods that run in full, beside the best one-round method
+FINALISTS = 2  # trained methods that run in full at most, beside the best one-round method
+MARGIN = 0.03  # of validation accuracy, behind which a method is not run in full
 FACTORS = (1 / 3, 1.0, 3.0)  # of the recipe's learning rate
 TARGETS = 3  # held-out domains at a time while candidates are compared
 
@@ -128,7 +130,9 @@ class Search:
             )
             raise FedvlmError(f"goal={wish.goal}: give {', '.join(GOALS)}{why}")
         self.seeds = tuple(map(int, cast("Iterable[int]", given.get("seeds") or SEEDS)))
-        self.given = {k: v for k, v in given.items() if k not in ("seeds", "seed", "out")}
+        self.given = dict(given)
+        for key in ("seeds", "out"):  # its own
+            self.given.pop(key, None)
         if wish.private:
             self.given |= {"dp": "client", "epsilon": wish.private}
         self.pools: Pools = api.new_pools()
@@ -158,15 +162,15 @@ class Search:
         varied_rates = [t for one in survivors for t in self.with_rates(one)]
         second = self.rung(varied_rates, SECOND) or tried
         best = {t.label: t for t in sorted(second, key=lambda t: t.score)}  # of each method the last, which is the best
-        finalists = sorted(best.values(), key=lambda t: -t.score)[:FINALISTS]
+        ranked = sorted(best.values(), key=lambda t: -t.score)
         one_round = sorted((t for t in cheap if t.score > -math.inf and t.label != FROZEN), key=lambda t: -t.score)[:1]
-        return self.final([t for t in cheap if t.label == FROZEN] + one_round + finalists)
+        return self.final([t for t in cheap if t.label == FROZEN] + one_round + finalists(ranked, one_round))
 
     def candidates(self) -> tuple[list[Try], list[Try]]:
         """What costs one round at most, and what trains."""
         found = list[Try]()
         for name in self.wish.methods:
-            idle = ("dp", "epsilon", "rounds") if name == FROZEN else ()
+            idle = {*catalogue.for_purpose("training", "privacy")} if name == FROZEN else ()
             keys = {k: v for k, v in self.given.items() if k not in idle}
             try:
                 found.append(Try(api.chosen(name, keys)))
@@ -217,10 +221,10 @@ class Search:
         rounds = one.setup.config.rounds
         fewer = max(1, math.ceil(rounds / part)) if rounds else 0
         targets = self.held_out[:: max(1, len(self.held_out) // TARGETS)][:TARGETS]
-        changes: dict[str, object] = {"rounds": fewer, "evaluate_every": max(1, fewer), "out": str(self.out / SWEEP)}
+        changes: dict[str, object] = {"rounds": fewer, "evaluate_every": max(1, fewer)}
         if targets:
             changes |= {"protocol": LEAVE_ONE_OUT, "unseen": targets}
-        setup = one.setup.with_(seeds=self.seeds[:1], **changes)
+        setup = one.setup.with_(seeds=self.seeds[:1], out=str(self.out / SWEEP), **changes)
         checked(setup, self.pools)
         pool = self.pools.encode(setup)
         runs = [PlannedRun(single, pool) for single in single_runs(setup, pool)]
@@ -276,6 +280,14 @@ class Search:
             found = error.finished
             console.warn(str(error))
         return {run.folder: run for run in found}
+
+
+def finalists(ranked: Sequence[Try], one_round: Sequence[Try]) -> list[Try]:
+    """The trained methods that run in full: those within MARGIN of the best of all; where there is none, the quickest within
+    MARGIN of the best of them, for comparison."""
+    leader = max((t.score for t in [*ranked, *one_round]), default=0.0)
+    near = [t for t in ranked if t.score >= leader - MARGIN][:FINALISTS]
+    return near or sorted((t for t in ranked if t.score >= ranked[0].score - MARGIN), key=lambda t: t.seconds)[:1]
 
 
 def family_of(setup: Setup) -> str:
