@@ -29,7 +29,6 @@ LISTS = {  # literal collections with names of keys that classify no keys: place
     "federation/worker.py": (1, "entries of client.json"),
     "predict/finished.py": (1, "the questions to a finished run"),
     "report/page.py": (1, "headings of facts"),
-    "studies/choose.py": (3, "what the search sets by itself"),
 }
 
 

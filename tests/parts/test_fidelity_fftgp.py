@@ -172,7 +172,7 @@ def test_merges_tell_how_far_their_weights_are_from_the_plain_mean():
     ):
         method = build("head", "sgd", name)
         cohort = play(method, data, 6, rounds=2).cohort
-        assert set(cohort.effects) == effects == set(type(method.merge).effects), name
+        assert set(cohort.effects) == effects <= set(type(method.merge).effects), name  # FAA has more by compare=true
         weight = torch.tensor(list(cohort.notes["weights"].values()), dtype=torch.float64)
         if "from_uniform" in effects:
             distance = float((weight - 1 / len(weight)).abs().sum() / 2)

@@ -139,7 +139,9 @@ def test_fedsa_keeps_b_on_the_client(double):
     assert set(method.adapter.private) == set(method.newcomer)
     found = played(method, 2)
     rows = found.rows[f"{names_of(method)[0]}.B"]
-    assert not torch.equal(rows[0], rows[1]) and found.scores["personal.loss"][0, 0] < found.scores["shared.loss"][0, 0]
+    assert (
+        not torch.equal(rows[0], rows[1]) and found.scores["personal.loss"][0, 2] != found.scores["shared.loss"][0, 2]
+    )
     none = played(method, 0).scores["shared.loss"]  # a newcomer's B is 0: the frozen model
     torch.testing.assert_close(found.scores["shared.loss"], none)
     with pytest.raises(FedvlmError, match=r"private=\*\.C: adapter=lora has no such parameter"):

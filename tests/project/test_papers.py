@@ -299,7 +299,9 @@ def test_costs_runs_and_what_is_there(pacs, tmp_path, capsys):
     assert first.split("row  ")[-1] == again.split("row  ")[-1]
     table = api.runs(tmp_path).table("selected")  # the same numbers as `bench select=selected` prints
     fedot = next(v for v in table.values if v["method"] == "fedot")
-    assert re.search(rf"FEDOT \(Ours\) +G +{fedot['G']:.2f} +– +94.53 ± 0.35 +{fedot['G'] - 94.53:+.2f}\n", again)
+    assert re.search(
+        rf"FEDOT \(Ours\) +G +{fedot['G']:.2f} +– +94.53 ± 0.35 +{re.escape(f'{fedot["G"] - 94.53:+.2f}')}\n", again
+    )
     by_target = ["fedot", "S5", *words[2:]]
     assert reproduce.main(by_target) == 0  # another table of the same runs
     assert "8 of 8 runs are already finished" in (out := capsys.readouterr().out)

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
     "log",
 }
 # keys for which a fingerprint stands, and those of which some values count (tested where these values are)
-ELSEWHERE = {"data", "duplicates", "names", "split_file", "backbone", "encode", "protocol"}
+ELSEWHERE = {"data", "duplicates", "columns", "names", "split_file", "backbone", "encode", "protocol"}
 
 
 def test_another_value_of_a_key_is_another_run():
