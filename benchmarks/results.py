@@ -38,7 +38,10 @@ learning rate of a row is chosen on validation, on the first seed, from one grid
 3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our \
 own method beside others in [moments](moments.md). FOCoOp's rows of before 2026-11-18 have `penalty=100 \
 outsider_penalty=20`, the defaults of then, and those of 2026-11-16 `fusion=0.8` in place of \
-the paper's 0.2, which is in [claims](claims.md).
+the paper's 0.2, which is in [claims](claims.md). \
+Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate, where the recipes ship \
+`schedule=cosine` now, and bold cells of before follow two standard errors and not [the rule of \
+today](compare.md#best-and-level).
 """
 
 

@@ -18,6 +18,7 @@ EXTRAS = (
     ("dp", "dp-accounting"),
     ("secure", "cryptography"),
     ("nvflare", "nvflare"),
+    ("transformers", "transformers"),
     ("tracking", "tensorboard"),
 )  # and a package of each
 MINIMUM_SPACE = 1 << 30  # bytes
