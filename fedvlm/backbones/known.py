@@ -41,6 +41,7 @@ ALONE: Mapping[str, Mapping[str, object]] = {
     "dinov2": {**VISION, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
 }
 MOST_LAYERS, MOST = 1000, 1 << 24  # of a size
+MAY_BE_0 = ("eos_token_id", "projection_size")
 SINGLE = {"vision_model.embeddings.class_embedding", "vision_model.embeddings.position_embedding.weight"}
 # settings that change what is computed, and the only value that is known here
 ONLY = {"qkv_bias": True, "use_swiglu_ffn": False, "vision_use_head": True, "apply_layernorm": True}
@@ -103,23 +104,19 @@ def sizes(name: str, kind: type[AnySizes], given: Mapping[str, object]) -> AnySi
     for key, only in ONLY.items():
         if given.get(key, only) != only:
             raise refused(name, key, given[key])
-    if given["hidden_act"] not in ACTIVATIONS:
+    if str(given["hidden_act"]) not in ACTIVATIONS:
         raise refused(name, "hidden_act", given["hidden_act"])
     found: dict[str, object] = {}
     for field in fields(kind):
-        value = given.get(field.name, field.default)
+        value, least = given.get(field.name, field.default), 0 if field.name in MAY_BE_0 else 1
         wanted = {"hidden_act": str, "layer_norm_eps": float}.get(field.name, int)
-        if (
-            not isinstance(value, wanted)
-            or isinstance(value, bool)
-            or (wanted is int and not 0 <= cast(int, value) < MOST)
-        ):
+        if type(value) is not wanted or (isinstance(value, int) and not least <= value < MOST):
             raise refused(name, field.name, value)
         found[field.name] = value
     made = kind(**found)  # type: ignore[arg-type]
-    if not 0 < made.num_hidden_layers <= MOST_LAYERS:
+    if made.num_hidden_layers > MOST_LAYERS:
         raise refused(name, "num_hidden_layers", made.num_hidden_layers)
-    if not made.num_attention_heads or made.hidden_size % made.num_attention_heads:
+    if made.hidden_size % made.num_attention_heads:
         raise refused(name, "num_attention_heads", made.num_attention_heads)
     return made
 

@@ -184,6 +184,8 @@ def test_an_index_leads_nowhere_else(tmp_path):
         ("vision_config", "hidden_act", "swish"),
         ("vision_config", "num_attention_heads", 3),
         ("vision_config", "num_hidden_layers", 1_000_000),
+        ("vision_config", "patch_size", 0),
+        ("vision_config", "hidden_act", ["gelu"]),
         ("text_config", "layer_norm_eps", "1e-5"),
         ("text_config", "vocab_size", 2**40),
         ("text_config", "hidden_size", True),
