@@ -34,7 +34,8 @@ KERNELS = (
 )  # entries that choose code, which may be fetched
 BUILT_IN = (None, False, True, "eager", "sdpa")
 # what numbers of a configuration may be at most, by parts of their names: they decide how much memory a model takes
-LARGEST = {"layers": 512, "heads": 1024, "size": 1 << 23, "dim": 1 << 18, "embeddings": 1 << 20, "experts": 1024}
+LARGEST = {"layers": 512, "heads": 1024, "size": 1 << 23, "dim": 1 << 18, "embeddings": 1 << 20}
+LARGEST |= {"length": 1 << 20, "experts": 1024}
 PIXELS = ("image_size", "shortest_edge", "height", "width")
 MOST_PIXELS = 4096  # of an edge
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -16,7 +16,7 @@ from run_folders import many, write
 import fedvlm
 from fedvlm import api, backbones
 from fedvlm.cli import main
-from fedvlm.core.weights import WEIGHTS
+from fedvlm.core.hub_names import WEIGHTS
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console
