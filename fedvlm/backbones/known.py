@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from fedvlm.backbones.model_folder import loading
+from fedvlm.backbones.model_folder import loading, most_of
 from fedvlm.backbones.weights import fill, read_weights, weight_files
 from fedvlm.core.records import parsed, read_text
 from fedvlm.core.state import Params
@@ -109,7 +109,7 @@ def sizes(name: str, kind: type[AnySizes], given: Mapping[str, object]) -> AnySi
     for field in fields(kind):
         value, least = given.get(field.name, field.default), 0 if field.name in MAY_BE_0 else 1
         wanted = {"hidden_act": str, "layer_norm_eps": float}.get(field.name, int)
-        if type(value) is not wanted or (isinstance(value, int) and value < least):
+        if type(value) is not wanted or (isinstance(value, int) and not least <= value <= most_of(field.name)):
             raise refused(name, field.name, value)
         found[field.name] = value
     made = kind(**found)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedvlm.report import fairness
 from fedvlm.report.axes import Drawn, End, indexed, name_curves, room
-from fedvlm.report.figures import MethodLine
+from fedvlm.report.lines import MethodLine
 from fedvlm.report.svg import chart, colour, hue
 from fedvlm.training.folder import RunFolder
 

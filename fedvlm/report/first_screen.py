@@ -9,9 +9,9 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import OPEN
 from fedvlm.evaluation.protocols import target
 from fedvlm.report.columns import DEFINED
-from fedvlm.report.figures import MethodLine, family_of
 from fedvlm.report.gains import FROZEN, Verdict, compared_measures, gain, verdicts
 from fedvlm.report.headline import by_how_much
+from fedvlm.report.lines import MethodLine, family_of
 from fedvlm.report.svg import colour, element, hollow, marker
 from fedvlm.report.tables import Groups
 from fedvlm.system.formatting import counted
