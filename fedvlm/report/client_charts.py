@@ -69,7 +69,9 @@ def charts_of_clients(runs: list[RunFolder], lines: list[MethodLine]) -> list[Dr
             ("gaps", "Generalisation gap of each client: validation loss of the shared model − that of its own"),
         ):
             values = recorded_values(members, name)
-            if any(abs(v[c] - first) > 1e-6 for v in values.values() for c, first in values[min(values)].items() if c in v):
+            if any(
+                abs(v[c] - first) > 1e-6 for v in values.values() for c, first in values[min(values)].items() if c in v
+            ):
                 out.append(client_curves(f"{line.label}: {name}", words, values))
     return out
 
