@@ -4,6 +4,7 @@
     python benchmarks/attacks.py --quick              # two merges, five attacks, one seed
     python benchmarks/attacks.py --read attacks.json  # the tables of an earlier run again
     python benchmarks/attacks.py updates              # what a site's update tells of its images (updates.py)
+    python benchmarks/attacks.py inversion            # images rebuilt from the gradient of one step (inversion.py)
     python benchmarks/attacks.py server               # the other way round: a lying server against a site (lying_server.py)
 
 Ten clients hold the embedded emoji in equal shares (partition=iid) on mini-clip; client 0 lies, or clients 0 and 1 do
@@ -600,6 +601,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] in (["server"], ["updates"]):  # of the files beside this one
-        sys.exit(importlib.import_module({"server": "lying_server", "updates": "updates"}[sys.argv[1]]).main())
+    beside = {"server": "lying_server", "updates": "updates", "inversion": "inversion"}  # files beside this one
+    if sys.argv[1:2] and (name := beside.get(sys.argv[1])):
+        sys.exit(importlib.import_module(name).main(sys.argv[2:]))
     main()
