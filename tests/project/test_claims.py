@@ -44,6 +44,17 @@ def test_the_document_is_what_the_record_says(claims, record):
     assert claims.DOCUMENT.read_text(encoding="utf-8") == claims.document(record.load(claims.RECORD))
 
 
+def test_a_claim_has_a_row_where_it_was_measured_and_is_listed_with_the_reason_elsewhere(claims, record):
+    sides = {"left": {"method": "fedot"}, "right": {"method": "fedclip", "settings": {"keep": True}}}
+    content = {"data": "emoji", "claim": "Better.", "source": "", "compare": {**sides, "measure": "C", "relation": ">"}}
+    tried = claims.Claim("fedot", {"id": "tried", **content}, [claims.Outcome(2, 1, 1, 0.1)], acted=True)
+    page = claims.claim_document.document([tried, claims.Claim("fedot", {"id": "other", **content})], ["b"], ["s"])
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == 1 and "`tried` Better." in rows[0] and "**holds**" in rows[0]
+    assert "C: `fedot` 2.00, `fedclip keep=true` 1.00, +1 ± 0.1" in rows[0]
+    assert "Not tested (not run): other." in page
+
+
 def test_every_entry_is_of_a_claim_as_it_is_defined_now(claims, record):
     now = {c.name: record.digest(c.content) for c in claims.claims(claims.PAPERS, [])}
     assert {name: e.definition for name, e in record.load(claims.RECORD).items()}.items() <= now.items()
