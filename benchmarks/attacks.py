@@ -56,6 +56,7 @@ CLIENTS = 10
 MARGIN, BACKDOOR_MARGIN = 2.0, 10.0  # points
 TARGET, STRENGTH = 0, 1.0  # of the backdoor: the class, and the trigger's length as a share of the feature's
 NOT_FINITE, CRASH = "not finite", "crash"
+FEW = 4  # a row with at most so many figures is a line below its table
 BEGIN, END = "<!-- attacks -->", "<!-- /attacks -->"
 
 # The attacks
@@ -546,16 +547,7 @@ class Tables:
             f"target class rises by {BACKDOOR_MARGIN:g} points or more. –: the merge does not use what the attack changes. "
             f"Runs in which the guard refused or shortened an honest client: {hits} of {guarded}."
         )
-        head = ["attack", *self.merges]
-        return "\n".join(
-            [
-                caption,
-                f"\nWith the guard (`bound={Config.bound:g}`, the default):\n",
-                *markdown([*head, "the guard"], self.rows(True)),
-                "\nWithout it (everything is accepted):\n",
-                *markdown(head, self.rows(False)),
-            ]
-        )
+        return "\n".join([caption, *folded(self.merges, list(self.rows(True)), list(self.rows(False)))])
 
 
 def emphasised(points: float, good: bool) -> str:
@@ -565,7 +557,34 @@ def emphasised(points: float, good: bool) -> str:
     return text if good else f"**{text}**"
 
 
-def markdown(head: list[str], rows: Iterator[list[str]]) -> list[str]:
+def folded(merges: list[str], guarded: list[list[str]], unguarded: list[list[str]]) -> list[str]:
+    """Both tables, without rows that say nothing of their own, and rows of few merges as sentences."""
+    refused = [row for row in guarded if row[-1].startswith("refused, ") and "**" not in "".join(row)]
+    same = [row for row in unguarded if row in [one[:-1] for one in guarded]]
+    crashes = [row for row in unguarded if set(row[1:]) == {f"**{CRASH}**"}]
+    names, crashed = ("; ".join(row[0] for row in rows) for rows in (refused, crashes))
+    return [
+        f"\nWith the guard (`bound={Config.bound:g}`, the default). Refused in every run, so that a merge loses about what "
+        f"the absence of the liar costs: {names}.\n",
+        *split(["attack", *merges, "the guard"], [row for row in guarded if row not in refused]),
+        "\nWithout it (everything is accepted; rows of the first table that are missing here are the same). A crash in "
+        f"every merge: {crashed or 'none'}.\n",
+        *split(["attack", *merges], [row for row in unguarded if row not in [*same, *crashes]]),
+    ]
+
+
+def split(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The table, and below it a line for each attack that concerns few merges."""
+
+    def concerned(row: list[str]) -> dict[str, str]:
+        return {name: cell for name, cell in zip(head[1:], row[1:], strict=True) if cell not in ("–", "")}
+
+    few = [row for row in rows if len(concerned(row)) <= FEW]
+    lines = [f"- {row[0]}: {', '.join(f'{name} {cell}' for name, cell in concerned(row).items())}" for row in few]
+    return [*markdown(head, [row for row in rows if row not in few]), "", *lines]
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
