@@ -591,6 +591,25 @@ def test_tables_that_were_not_run_again_stay(monkeypatch):
     assert document == results.HEAD + "\n## one\nnew\n\n## two\nkept\n"
 
 
+def test_notes_that_all_tables_have_stand_at_the_head_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import results  # benchmarks/results.py
+
+    own = [
+        "| a |",
+        "- emoji; seeds 1, 2",
+        "- scored on: P on all images",
+        "- test accuracy in %, last round; mean of two",
+    ]
+    said = [
+        "- MB up/round: sum over clients",
+        "- test accuracy in %, last round; ± std over seeds",
+        "- new clients (G): shared",
+    ]
+    assert results.briefly("\n".join([*own, *said])) == "\n".join(own)
+    assert results.briefly("- G: shared model on clients; scored on: P on all images") == "- scored on: P on all images"
+
+
 def test_rows_that_were_not_run_again_stay_with_their_date(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import own  # benchmarks/own.py
