@@ -44,7 +44,7 @@ domains; worst 10 %: P of the worst tenth of the clients. MB up/round: sum over 
 - Bold: best by [the rule](compare.md#best-and-level), in tables of before 2026-11-19 by more than two standard errors of \
 the paired difference over seeds.
 - FOCoOp's rows of before 2026-11-18 have `penalty=100 outsider_penalty=20`, and those of 2026-11-16 `fusion=0.8` in place \
-of the paper's 0.2. Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate (now `schedule=cosine`).
+of the paper's 0.2. Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate, not a cosine.
 
 What the tables say of the papers' claims: [claims](claims.md). The price of privacy: [privacy](privacy.md). Our own \
 method: [moments](moments.md).
