@@ -28,8 +28,8 @@ where a claim names `lr`, that one holds for both sides. A verdict is about thes
   these seeds find with a power of 80 %. *not decided*: the interval says neither.
 - Both verdicts need a mechanism that was seen to act; where it missed its threshold, a claim is *not tested*.
 - A claim's source in the paper, its keys and the reasons for them stand in benchmarks/claims/PAPER.yaml, the lr that was
-  chosen in measured.json beside it. G, P and C: [measures](protocols.md); cacc: accuracy on corrupted images; bound=5:
-  updates longer than five medians were cut to that.
+  chosen in measured.json beside it. G, P and C: [measures](protocols.md); cacc: accuracy on corrupted images. Figures
+  of before 2026-11-19 were measured with `bound=5`: longer updates were cut to five medians.
 
 `--list` prints all claims and the data that each needs. To measure one again (the figures of the others stay):
 """

@@ -163,8 +163,7 @@ class Claim:
         self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
         self.lacking, self.seeds = entry.lacking, len(entry.seeds)
         cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
-        cut += f", bound={entry.bound:g}" if entry.bound else ""
-        self.measured = f"{entry.date} at {entry.commit}, {len(entry.seeds)} seeds{cut}"
+        self.measured = f"{entry.date} ({entry.commit}), {len(entry.seeds)} seeds{cut}"
 
 
 def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:

@@ -85,7 +85,7 @@ def briefly(text: str) -> str:
     for line in text.splitlines():
         note = MEASURES.sub("", line.removeprefix("- ")) if line.startswith("- ") else ""
         if not line.startswith("- "):
-            lines.append(line)
+            lines.append(line.replace(" / ", "/"))  # three numbers of a paper in one cell
         elif note and not note.startswith(COMMON):
             lines.append(f"- {note}")
     return "\n".join(lines)
