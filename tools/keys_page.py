@@ -12,6 +12,7 @@ from pathlib import Path
 from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue, PartInfo
 from fedvlm.config.keys import Key
+from fedvlm.core.ranges import Range
 from fedvlm.core.records import Value
 
 PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
@@ -66,9 +67,18 @@ def of_parts(parts: Mapping[str, PartInfo]) -> Iterator[list[str]]:
 
 
 def cells(key: Key) -> tuple[str, ...]:
-    allowed = ", ".join(map(str, key.choices)) or str(key.range).removeprefix("of ") or key.type
+    allowed = ", ".join(map(str, key.choices)) or within(key.range) or key.type
     default = shown(key.default)
     return f"`{key.name}`", f"`{default}`" if default else "", allowed, key.help
+
+
+def within(limits: Range) -> str:
+    """The range as in formulas: ≥ 0, > 0, 0 … 1."""
+    low, high, above, below = limits
+    if None not in (low, high) and not (above or below):
+        return f"{low} … {high}"
+    bounds = [(">" if above else "≥", low), ("<" if below else "≤", high)]
+    return ", ".join(f"{sign} {limit}" for sign, limit in bounds if limit is not None)
 
 
 def shown(value: Value) -> str:
