@@ -37,21 +37,15 @@ def attacks() -> ModuleType:
         return importlib.import_module("attacks")
 
 
-def test_rows_that_say_nothing_of_their_own_are_no_rows(attacks):
-    merges = list("abcde")
+def test_the_page_has_what_the_guard_does_not_always_refuse_and_what_happens_without_it(attacks):
     guarded = [["away", *["−0.2"] * 5, "–"], ["n", *["−0.2"] * 5, "refused, quarantined after round 3"]]
-    guarded += [["flip", *["−1.0"] * 5, "unseen"], ["zeros", *["**−9.0**"] * 5, "refused in 1 of 5 runs"]]
-    guarded += [["loss", "−", "–", "–", "–", "**−2.3**", "unseen"]]
-    unguarded = [["away", *["−0.2"] * 5], ["n", *["**−45.0**"] * 5], ["flip", *["−1.0"] * 5]]
-    unguarded += [
-        ["zeros", *["**−9.5**"] * 5],
-        ["shapes", *["**crash**"] * 5],
-        ["loss", "–", "–", "–", "–", "**−2.4**"],
-    ]
-    first, second = "\n".join(attacks.folded(merges, guarded, unguarded)).split("\nWithout it")
-    rows = [[line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")] for text in (first, second)]
-    assert rows == [["| attack", "| ---", *r] for r in (["| away", "| flip", "| zeros"], ["| n", "| zeros"])]
-    assert "costs: n." in first and "merge: shapes." in second and "- loss: e **−2.4**" in second
+    guarded += [["zeros", *["**−9.0**"] * 5, "refused in 1 of 5 runs"], ["loss", *"––––", "**−2.3**", "unseen"]]
+    unguarded = [["shapes", *["**crash**"] * 5], ["n", *["**−45.0**"] * 5], ["**withstands**", *["1 of 3"] * 5]]
+    text = "\n".join(attacks.folded(list("abcde"), guarded, unguarded))
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["| attack", "| ---", "| away", "| zeros"]
+    assert "costs: n." in text and "- loss: e **−2.3**" in text
+    assert "withstand: a 1 of 3, b 1 of 3" in text and "every merge: shapes." in text
 
 
 def pool() -> Pool:
