@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import starmap, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from claim_record import FIGURES
@@ -13,10 +12,10 @@ from rows import markdown
 from fedvlm.report.gains import quantile
 
 if TYPE_CHECKING:
-    from claims import Claim, Outcome
+    from claims import Claim
 
 VERDICTS = ("holds", "does not hold", "not decided", "not tested")
-HEAD = ["claim", "verdict", "ours: both sides, difference and 95 % interval", "of interest, found"]
+HEAD = ["claim", "verdict", "ours: both sides, difference and 95 % interval", "of interest"]
 HEAD += ["paper: left and right", "mechanism, last round", "measured"]
 PROTOCOL = """\
 Backbone {backbones}, split {splits} %, test split, last round, differences over seeds. The lr of every method comes from one
@@ -24,8 +23,8 @@ grid on validation images of the first seed: the recipe's × 0.3, 1 and 3, and f
 where a claim names `lr`, that one holds for both sides. A verdict is about these sizes, not about the paper's backbone.
 
 - *holds* and *does not hold* follow from the 95 % interval and the smallest effect of interest, fixed before a comparison is
-  run. A difference that is surely smaller than of interest does not hold. Behind that effect stands the difference that
-  these seeds find with a power of 80 %. *not decided*: the interval says neither.
+  run. A difference that is surely smaller than of interest does not hold. *not decided*: the interval says neither; *found*
+  is the difference that these seeds find with a power of 80 %.
 - Both verdicts need a mechanism that was seen to act; where it missed its threshold, a claim is *not tested*.
 - A claim's source in the paper, its keys and the reasons for them stand in benchmarks/claims/PAPER.yaml, the lr that was
   chosen in measured.json beside it. G, P and C: [measures](protocols.md); cacc: accuracy on corrupted images. Figures
@@ -72,12 +71,11 @@ def counted(paper: str, found: Sequence[Claim]) -> list[str]:
 
 def lines(found: Sequence[Claim]) -> Iterator[list[str]]:
     for claim in found:
-        pairs = zip_longest(claim.margins, claim.outcomes)
         row = [
             f"`{claim.content['id']}` {claim.content['claim']}",
             f"**{claim.verdict}**" + (f" ({claim.why})" if claim.why else ""),
-            "; ".join(starmap(compared, zip(claim.compared, claim.outcomes, strict=False))) or "–",
-            "; ".join(dict.fromkeys(of_interest(m, o, claim.seeds) for m, o in pairs)) or "–",
+            compared(claim),
+            of_interest(claim),
             numbers_of_paper(claim.content.get("paper")),
             claim.effects,
             f"{claim.content['data']}, {claim.measured}" if claim.measured else claim.content["data"],
@@ -85,18 +83,24 @@ def lines(found: Sequence[Claim]) -> Iterator[list[str]]:
         yield [cell.replace("|", "\\|") for cell in row]
 
 
-def compared(one: Mapping[str, Any], found: Outcome) -> str:
-    """What was measured of both sides, each with its name."""
-    left, right = f"{side(one['left'])} {number(found.left)}", f"{side(one['right'])} {number(found.right)}"
-    return f"{by(one)}: {left}, {right}, {found.difference:+.3g} ± {found.half:.2g}"
+def compared(claim: Claim) -> str:
+    """What was measured of both sides, each with its name; a left side that several comparisons share stands once."""
+    told, before = list[str](), ""
+    for one, found in zip(claim.compared, claim.outcomes, strict=False):
+        left = f"{by(one)}: {side(one['left'])} {number(found.left)}; against "
+        right = f"{side(one['right'])} {number(found.right)}: {found.difference:+.3g} ± {found.half:.2g}"
+        told.append(right if left == before else left + right)
+        before = left
+    return "; ".join(told) or "–"
 
 
-def of_interest(margin: float, found: Outcome | None, seeds: int) -> str:
-    """The smallest effect of interest, and the difference that so many seeds find in four of five cases."""
-    if found is None or seeds < 2:
-        return number(margin)
-    once = quantile(seeds - 1)
-    return f"{number(margin)}, {found.half * (1 + quantile(seeds - 1, 0.4) / once):.2g}"
+def of_interest(claim: Claim) -> str:
+    """The smallest effects of interest; where nothing is decided, what these seeds find in four of five cases."""
+    interest = ", ".join(dict.fromkeys(map(number, claim.margins)))
+    if claim.verdict != "not decided" or claim.seeds < 2:
+        return interest
+    power = 1 + quantile(claim.seeds - 1, 0.4) / quantile(claim.seeds - 1)
+    return f"{interest}; found: {', '.join(f'{one.half * power:.2g}' for one in claim.outcomes)}"
 
 
 def side(given: Mapping[str, Any]) -> str:
@@ -137,13 +141,15 @@ def as_printed(given: float) -> str:
 
 
 def numbers_of_paper(given: object) -> str:
+    """Left and right of each comparison; a left number that follows itself stands once."""
     pairs = given if isinstance(given, list) else [given]
-    found = [
-        f"{as_printed(p['left'])} and {as_printed(p['right'])}"
-        for p in pairs
-        if isinstance(p, dict) and {"left", "right"} <= p.keys()
-    ]
-    return "; ".join(found) or "–"
+    told, before = list[str](), None
+    for pair in pairs:
+        if isinstance(pair, dict) and {"left", "right"} <= pair.keys():
+            right = as_printed(pair["right"])
+            told.append(right if pair["left"] == before else f"{as_printed(pair['left'])} and {right}")
+            before = pair["left"]
+    return "; ".join(told) or "–"
 
 
 def note_of(claim: Claim) -> str:
