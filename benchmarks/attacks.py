@@ -541,7 +541,7 @@ class Tables:
             f"`python benchmarks/attacks.py` ({time.strftime('%Y-%m-%d')}; the emoji on mini-clip, {CLIENTS} clients, "
             f"partition=iid, split 60/20/20; a linear head, SGD with lr 0.003, 3 epochs a round, 10 rounds, seeds {seeds}"
             f"{''.join(heavy)}; last round, shared model, test split of the honest clients). Accuracy in %, then its change "
-            "in points against the same run without liars. Bold: the merge does not withstand the attack, i.e. it loses "
+            "in points against the same run without liars. Bold: the merge does not withstand the attack: it loses "
             f"{MARGIN:g} points or more beyond what the absence of the liars costs, its numbers are not finite, it crashes, "
             "the recorded accuracy is false, or (backdoors) the share of images with the trigger that are taken for the "
             f"target class rises by {BACKDOOR_MARGIN:g} points or more. –: the merge does not use what the attack changes. "
