@@ -27,8 +27,9 @@ where a claim names `lr`, that one holds for both sides. A verdict is about thes
   is the difference that these seeds find with a power of 80 %.
 - Both verdicts need a mechanism that was seen to act; where it missed its threshold, a claim is *not tested*.
 - A claim's source in the paper, its keys and the reasons for them stand in benchmarks/claims/PAPER.yaml, the lr that was
-  chosen in measured.json beside it. G, P and C: [measures](protocols.md); cacc: accuracy on corrupted images. Figures
-  of before 2026-11-19 were measured with `bound=5`: longer updates were cut to five medians.
+  chosen in measured.json beside it. Figures of before 2026-11-19 were measured with `bound=5`: longer updates were cut to
+  five medians.
+- G, P and C: [measures](compare.md#how-to-read-a-table); cacc: accuracy on corrupted images.
 
 `--list` prints all claims and the data that each needs. To measure one again (the figures of the others stay):
 """

@@ -39,8 +39,7 @@ mini-clip is a hundredth of the size of the papers' backbones: their numbers sta
 and are no aim.
 - One rule for all rows of a table; where its notes say nothing else, the learning rate of a row is chosen on validation, \
 on the first seed, from one grid for all methods (the recipe's × 0.3, 1, 3).
-- [Measures](protocols.md): G new clients, S and P the clients that train by the shared and by their personal models, C all \
-domains; worst 10 %: P of the worst tenth of the clients. MB up/round: sum over clients.
+- [Measures](compare.md#how-to-read-a-table); worst 10 %: P of the worst tenth of the clients. MB up/round: sum over clients.
 - Bold: best by [the rule](compare.md#best-and-level), in tables of before 2026-11-19 by more than two standard errors of \
 the paired difference over seeds.
 - FOCoOp's rows of before 2026-11-18 have `penalty=100 outsider_penalty=20`, and those of 2026-11-16 `fusion=0.8` in place \
