@@ -18,17 +18,18 @@ VERDICTS = ("holds", "does not hold", "not decided", "not tested")
 HEAD = ["claim", "verdict", "ours: both sides, difference and 95 % interval", "of interest"]
 HEAD += ["paper: left and right", "mechanism, last round", "measured"]
 PROTOCOL = """\
-Backbone {backbones}, split {splits} %, test split, last round, differences over seeds. The lr of every method comes from one
-grid on validation images of the first seed: the recipe's × 0.3, 1 and 3, and further where the best was the first or last;
-where a claim names `lr`, that one holds for both sides. A verdict is about these sizes, not about the paper's backbone.
+Backbone {backbones}, split {splits} %, test split, last round, differences over five seeds unless another number stands. The
+lr of every method comes from one grid on validation images of the first seed: the recipe's × 0.3, 1 and 3, and further where
+the best was the first or last; where a claim names `lr`, that one holds for both sides. A verdict is about these sizes, not
+about the paper's backbone.
 
 - *holds* and *does not hold* follow from the 95 % interval and the smallest effect of interest, fixed before a comparison is
   run. A difference that is surely smaller than of interest does not hold. *not decided*: the interval says neither; *found*
   is the difference that these seeds find with a power of 80 %.
 - Both verdicts need a mechanism that was seen to act; where it missed its threshold, a claim is *not tested*.
 - A claim's source in the paper, its keys and the reasons for them stand in benchmarks/claims/PAPER.yaml, the lr that was
-  chosen in measured.json beside it. Figures of before 2026-11-19 were measured with `bound=5`: longer updates were cut to
-  five medians.
+  chosen and the commit in measured.json beside it. Figures of before 2026-11-19 were measured with `bound=5`: longer updates
+  were cut to five medians.
 - G, P and C: [measures](compare.md#how-to-read-a-table); cacc: accuracy on corrupted images.
 
 `--list` prints all claims and the data that each needs. To measure one again (the figures of the others stay):

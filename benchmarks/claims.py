@@ -88,7 +88,7 @@ class Claim:
     acted: bool = False
     lacking: str = ""  # what must have learned, and did not
     reason: str = "not run"  # why it is not tested, or not all of it was run
-    measured: str = ""  # when, at which commit
+    measured: str = ""  # when, and how it differs from the rule
     seeds: int = 0
 
     @property
@@ -163,7 +163,8 @@ class Claim:
         self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
         self.lacking, self.seeds = entry.lacking, len(entry.seeds)
         cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
-        self.measured = f"{entry.date} ({entry.commit}), {len(entry.seeds)} seeds{cut}"
+        seeds = "" if len(entry.seeds) == len(SEEDS) else f", {len(entry.seeds)} seeds"
+        self.measured = f"{entry.date}{seeds}{cut}"
 
 
 def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:

@@ -34,9 +34,9 @@ WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test"
 HEAD = """# Results
 Written by `python benchmarks/results.py` from run folders, and by the commands that titles name; not edited by hand.
 
-- Test accuracy in % of the last round, ± standard deviation over seeds, with mini-clip, unless a table says otherwise. \
-mini-clip is a hundredth of the size of the papers' backbones: their numbers stand beside ours where there are any, \
-and are no aim.
+- Test accuracy in % of the last round, ± standard deviation over seeds, with mini-clip, split 60/20/20, unless a table \
+says otherwise. mini-clip is a hundredth of the size of the papers' backbones: their numbers stand beside ours where there \
+are any, and are no aim.
 - One rule for all rows of a table; where its notes say nothing else, the learning rate of a row is chosen on validation, \
 on the first seed, from one grid for all methods (the recipe's × 0.3, 1, 3).
 - [Measures](compare.md#how-to-read-a-table); worst 10 %: P of the worst tenth of the clients. MB up/round: sum over clients.
@@ -49,6 +49,9 @@ What the tables say of the papers' claims: [claims](claims.md). The price of pri
 method: [moments](moments.md).
 """
 COMMON = ("MB up/round:", "best by more than two standard errors", "test accuracy in %, last round; ±")  # said in HEAD
+USUAL = re.compile(
+    r"; backbone mini-clip; split 60/20/20(?=;)|^the paper's numbers were measured with another .*?(?=: )"
+)
 MEASURES = re.compile(r"^(local|[GSP]|[a-z ,]+ \([A-Z]\)): .*?(; (?=scored on: )|$)")  # their definitions
 
 
@@ -82,12 +85,16 @@ def briefly(text: str) -> str:
     """A table without the notes that stand at the head of the document."""
     lines = []
     for line in text.splitlines():
-        note = MEASURES.sub("", line.removeprefix("- ")) if line.startswith("- ") else ""
+        note = briefer(line.removeprefix("- ")) if line.startswith("- ") else ""
         if not line.startswith("- "):
             lines.append(line.replace(" / ", "/"))  # three numbers of a paper in one cell
         elif note and not note.startswith(COMMON):
             lines.append(f"- {note}")
     return "\n".join(lines)
+
+
+def briefer(note: str) -> str:
+    return USUAL.sub(lambda found: "" if found[0].startswith(";") else "paper", MEASURES.sub("", note))
 
 
 def write_section(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
