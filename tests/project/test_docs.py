@@ -163,6 +163,16 @@ def test_commands_in_running_text_exist(page):
     assert set(named) <= set(COMMANDS)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    """Also as seen from the package, such as rounds/guard.py; NAME and PAPER stand for any."""
+    prose = pages.FENCE.sub("", pages.text_of(page))
+    named = re.findall(r"(?<![\w/.…-])(?!code/)((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh|md|yaml))\b", prose)
+    known = (ROOT, ROOT / "fedvlm", (ROOT / page).parent)
+    absent = {path for path in named if not any((folder / path).exists() for folder in known)}
+    assert {path for path in absent if not re.search(r"(NAME|PAPER)\.yaml$", path)} == set()
+
+
 def test_short_commands_run(world, capsys):
     """Those of every block that is not marked as long; each once. The demo has tests of its own."""
     assert main(["run", "fedot", "data=images", "unseen=noto", "rounds=1", "out=RUN"]) == 0
