@@ -55,6 +55,11 @@ def test_a_claim_has_a_row_where_it_was_measured_and_is_listed_with_the_reason_e
     assert "Not tested (not run): other." in page
 
 
+def test_a_claim_is_said_in_twenty_words(claims):
+    long = [c.name for c in claims.claims(claims.PAPERS, []) if len(str(c.content["claim"]).split()) > 20]
+    assert long == []
+
+
 def test_a_left_side_that_several_comparisons_share_stands_once(claims):
     rivals = [{"left": {"method": "fedot"}, "right": {"method": m}, "measure": "C", "relation": ">"} for m in "ab"]
     content = {"id": "x", "data": "emoji", "claim": "", "source": "", "compare": rivals}
