@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import claim_document
 import numpy as np
 import yaml
-from claim_document import HEAD, VERDICTS, lines, number
+from claim_document import HEAD, VERDICTS, lines
 from claim_record import FIGURES, Entry, digest, load, merged, save
 from claim_runs import Side, Study, listed
 from papers.measures import half_width
@@ -78,9 +78,6 @@ class Outcome(NamedTuple):
     difference: float
     half: float  # half of the 95 % interval
 
-    def __str__(self) -> str:
-        return f"{number(self.left)} and {number(self.right)}: {self.difference:+.3g} ± {self.half:.2g}"
-
 
 @dataclass
 class Claim:
@@ -91,7 +88,7 @@ class Claim:
     acted: bool = False
     lacking: str = ""  # what must have learned, and did not
     reason: str = "not run"  # why it is not tested, or not all of it was run
-    measured: str = ""  # when, at which commit
+    measured: str = ""  # when, and how it differs from the rule
     seeds: int = 0
 
     @property
@@ -166,9 +163,8 @@ class Claim:
         self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
         self.lacking, self.seeds = entry.lacking, len(entry.seeds)
         cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
-        cut += f", bound={entry.bound:g}" if entry.bound else ""
-        self.measured = f"{entry.date} at {entry.commit}, {len(entry.seeds)} seeds{cut}"
-        self.measured += f", lr {entry.factors}" if entry.factors else ""
+        seeds = "" if len(entry.seeds) == len(SEEDS) else f", {len(entry.seeds)} seeds"
+        self.measured = f"{entry.date}{seeds}{cut}"
 
 
 def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:
@@ -387,8 +383,7 @@ def main() -> None:
     study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
         check(claim, study)
-    shown_columns = [i for i, name in enumerate(HEAD) if name != "claim"]  # a terminal has no room for it
-    console.rows([HEAD[i] for i in shown_columns], [[row[i] for i in shown_columns] for row in lines(found)])
+    console.rows(HEAD, list(lines(found)))
     if args.write:
         now = {c.name: measured(c, study) for c in found if c.outcomes}
         entries = merged(load(RECORD), now)

@@ -44,6 +44,40 @@ def test_the_document_is_what_the_record_says(claims, record):
     assert claims.DOCUMENT.read_text(encoding="utf-8") == claims.document(record.load(claims.RECORD))
 
 
+def test_a_claim_has_a_row_where_it_was_measured_and_is_listed_with_the_reason_elsewhere(claims, record):
+    sides = {"left": {"method": "fedot"}, "right": {"method": "fedclip", "settings": {"keep": True}}}
+    content = {"data": "emoji", "claim": "Better.", "source": "", "compare": {**sides, "measure": "C", "relation": ">"}}
+    tried = claims.Claim("fedot", {"id": "tried", **content}, [claims.Outcome(2, 1, 1, 0.1)], acted=True)
+    page = claims.claim_document.document([tried, claims.Claim("fedot", {"id": "other", **content})], ["b"], ["s"])
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == 1 and "`tried` Better." in rows[0] and "**holds**" in rows[0]
+    assert "C: `fedot` 2.00; against `fedclip keep=true` 1.00: +1 ± 0.1 |" in rows[0]
+    assert "Not tested (not run): other." in page
+
+
+def test_a_claim_is_said_in_twenty_words(claims):
+    long = [c.name for c in claims.claims(claims.PAPERS, []) if len(str(c.content["claim"]).split()) > 20]
+    assert long == []
+
+
+def test_a_left_side_that_several_comparisons_share_stands_once(claims):
+    rivals = [{"left": {"method": "fedot"}, "right": {"method": m}, "measure": "C", "relation": ">"} for m in "ab"]
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "compare": rivals}
+    claim = claims.Claim("fedot", content, [claims.Outcome(2, 1, 1, 0.1), claims.Outcome(2, 3, -1, 0.2)], acted=True)
+    told = claims.claim_document.compared(claim)
+    assert told == "C: `fedot` 2.00; against `a` 1.00: +1 ± 0.1; `b` 3.00: -1 ± 0.2"
+    paper = [{"left": 5, "right": 4}, {"left": 5, "right": 3}, {"left": 6, "right": 3}]
+    assert claims.claim_document.numbers_of_paper(paper) == "5 and 4; 3; 6 and 3"
+
+
+def test_what_the_seeds_find_is_told_where_nothing_is_decided(claims):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "mechanism": []}
+    content["compare"] = {"left": {"method": "fedot"}, "right": {"method": "a"}, "measure": "C", "relation": ">"}
+    for difference, told in ((0.5, "1.00; found: 1.3"), (5, "1.00")):
+        claim = claims.Claim("fedot", content, [claims.Outcome(2, 1, difference, 1.0)], acted=True, seeds=5)
+        assert claims.claim_document.of_interest(claim) == told
+
+
 def test_every_entry_is_of_a_claim_as_it_is_defined_now(claims, record):
     now = {c.name: record.digest(c.content) for c in claims.claims(claims.PAPERS, [])}
     assert {name: e.definition for name, e in record.load(claims.RECORD).items()}.items() <= now.items()
