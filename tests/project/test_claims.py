@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers import train_small
 
 from fedvlm.config.config import resolve
 
@@ -187,6 +188,16 @@ def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monk
     assert claims.untrained(claim, study) == "fedavg on=alexnet"
     content["needs"][0]["on"] = "tower"
     assert claims.untrained(claim, study) == ""
+
+
+def test_what_training_taught_is_read_from_the_records_of_a_run(claims, images, tmp_path):
+    """On validation images: training images are not scored."""
+    run = train_small(images, tmp_path / "run", rounds=3)
+    first, *_, last = [r["shared"]["val"] for r in run.rounds()]
+    assert last != first
+    assert claims.recorded([run], "untrained") == first
+    assert claims.recorded([run], "learned") == pytest.approx(last - first)
+    assert claims.recorded([run], "fitted") is None
 
 
 def test_a_mechanism_is_read_from_the_side_with_these_settings(claims, monkeypatch):
