@@ -299,7 +299,8 @@ def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
 
 def accuracy(record: RoundRecord, view: str, split: str) -> float:
     """NaN where it was not scored, as that on training images since 2026-11-19."""
-    return float(record.get(view, {}).get(split, math.nan))  # type: ignore[attr-defined]
+    found = record.get(view, {}).get(split)  # type: ignore[attr-defined]
+    return math.nan if found is None else float(found)
 
 
 def check(claim: Claim, study: Study) -> None:
