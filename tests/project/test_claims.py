@@ -10,7 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from helpers import train_small
+from helpers import small_setup, train_small
 
 from fedvlm.config.config import resolve
 
@@ -198,6 +198,18 @@ def test_what_training_taught_is_read_from_the_records_of_a_run(claims, images, 
     assert claims.recorded([run], "untrained") == first
     assert claims.recorded([run], "learned") == pytest.approx(last - first)
     assert claims.recorded([run], "fitted") is None
+
+
+def test_runs_of_another_machine_are_found_by_what_was_decided_in_them(claims, images, tmp_path):
+    """Also where some of the domains are left out in turn, not all."""
+    import study  # benchmarks/study.py
+
+    asked = {"protocol": "leave-one-domain-out", "unseen": ("openmoji", "noto")}
+    for unseen in asked["unseen"]:
+        assert study.Shelf(tmp_path).of({"it": small_setup(images, **asked)}) == {}
+        train_small(images, tmp_path / unseen, **(asked | {"unseen": unseen}))
+    (found,) = study.Shelf(tmp_path).of({"it": small_setup(tmp_path / images.name, **asked)}).values()
+    assert {run.folder.name for run in found} == {"noto", "openmoji"}
 
 
 def test_a_mechanism_is_read_from_the_side_with_these_settings(claims, monkeypatch):
