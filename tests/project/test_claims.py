@@ -177,6 +177,14 @@ def test_a_best_lr_at_the_end_of_the_grid_is_tried_further(claims, tried, next_o
     assert claim_runs.beyond(tried) == next_ones
 
 
+@pytest.mark.parametrize("measure", ["local", "base", "novel", "hm"])
+def test_scores_of_base_to_novel_are_of_personal_models_and_so_is_what_chooses_the_lr(claims, measure):
+    """evaluation/novel.py writes the personal models' into the record."""
+    import claim_runs  # benchmarks/claim_runs.py
+
+    assert claim_runs.criterion(measure) == "P"
+
+
 def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monkeypatch):
     content = {"id": "x", "data": "emoji", "claim": "", "source": "", "keys": {}, "mechanism": []}
     sides = [{"method": "fedavg", "on": "tower"}, {"method": "fedavg", "on": "alexnet"}]
