@@ -281,20 +281,22 @@ def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
     for run, last in zip(runs, last_rounds(runs), strict=True):
         entry: object = last.get("effects", {}).get(name, last.get(name))
         if name == "untrained":
-            entry = on_training_images(next(iter(run.rounds())), "shared")
+            entry = accuracy(next(iter(run.rounds())), "shared", "val")
         elif name == "learned":
-            entry = on_training_images(last, "shared") - on_training_images(next(iter(run.rounds())), "shared")
+            entry = accuracy(last, "shared", "val") - accuracy(next(iter(run.rounds())), "shared", "val")
         elif name == "fitted":
-            entry = on_training_images(last, "personal") - on_training_images(last, "shared")
+            entry = accuracy(last, "personal", "train") - accuracy(last, "shared", "train")
         if isinstance(entry, dict):
             found += list(entry.values())
-        elif isinstance(entry, int | float):
+        elif isinstance(entry, int | float) and not math.isnan(entry):
             found.append(float(entry))
     return float(np.median(found)) if found else None
 
 
-def on_training_images(record: RoundRecord, view: str) -> float:
-    return float(record.get(view, {}).get("train", math.nan))  # type: ignore[attr-defined]
+def accuracy(record: RoundRecord, view: str, split: str) -> float:
+    """NaN where it was not scored, as that on training images since 2026-11-19."""
+    found = record.get(view, {}).get(split)  # type: ignore[attr-defined]
+    return math.nan if found is None else float(found)
 
 
 def check(claim: Claim, study: Study) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers import small_setup, train_small
 
 from fedvlm.config.config import resolve
 
@@ -210,6 +211,14 @@ def test_a_best_lr_at_the_end_of_the_grid_is_tried_further(claims, tried, next_o
     assert claim_runs.beyond(tried) == next_ones
 
 
+@pytest.mark.parametrize("measure", ["local", "base", "novel", "hm"])
+def test_scores_of_base_to_novel_are_of_personal_models_and_so_is_what_chooses_the_lr(claims, measure):
+    """evaluation/novel.py writes the personal models' into the record."""
+    import claim_runs  # benchmarks/claim_runs.py
+
+    assert claim_runs.criterion(measure) == "P"
+
+
 def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monkeypatch):
     content = {"id": "x", "data": "emoji", "claim": "", "source": "", "keys": {}, "mechanism": []}
     sides = [{"method": "fedavg", "on": "tower"}, {"method": "fedavg", "on": "alexnet"}]
@@ -221,6 +230,28 @@ def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monk
     assert claims.untrained(claim, study) == "fedavg on=alexnet"
     content["needs"][0]["on"] = "tower"
     assert claims.untrained(claim, study) == ""
+
+
+def test_what_training_taught_is_read_from_the_records_of_a_run(claims, images, tmp_path):
+    """On validation images: training images are not scored."""
+    run = train_small(images, tmp_path / "run", rounds=3)
+    first, *_, last = [r["shared"]["val"] for r in run.rounds()]
+    assert last != first
+    assert claims.recorded([run], "untrained") == first
+    assert claims.recorded([run], "learned") == pytest.approx(last - first)
+    assert claims.recorded([run], "fitted") is None
+
+
+def test_runs_of_another_machine_are_found_by_what_was_decided_in_them(claims, images, tmp_path):
+    """Also where some of the domains are left out in turn, not all."""
+    import study  # benchmarks/study.py
+
+    asked = {"protocol": "leave-one-domain-out", "unseen": ("openmoji", "noto")}
+    for unseen in asked["unseen"]:
+        assert study.Shelf(tmp_path).of({"it": small_setup(images, **asked)}) == {}
+        train_small(images, tmp_path / unseen, **(asked | {"unseen": unseen}))
+    (found,) = study.Shelf(tmp_path).of({"it": small_setup(tmp_path / images.name, **asked)}).values()
+    assert {run.folder.name for run in found} == {"noto", "openmoji"}
 
 
 def test_a_mechanism_is_read_from_the_side_with_these_settings(claims, monkeypatch):
