@@ -286,3 +286,15 @@ def test_what_is_run_is_recorded_with_what_it_was_cut_to(claims, tmp_path):
     again = claims.Claim("fedot", content)
     again.recall(found)
     assert again.outcomes == claim.outcomes and "at most 1 rounds" in again.measured
+
+
+def test_the_page_of_the_premise_is_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import premise
+
+    found = premise.points()
+    assert (ROOT / "docs" / "premise.md").read_text(encoding="utf-8") == premise.page(found) and len(found) == 12
+    assert (ROOT / "docs" / "premise.svg").read_text(encoding="utf-8") == premise.drawing(found)
+    ahead = found[0]._replace(difference=2.0, half=1.0)
+    assert ahead.verdict == "yes" and "The adapter was better in: " in premise.page([ahead, *found[1:]])
+    assert found[0]._replace(difference=0.5, half=1.0).verdict == "open"
