@@ -42,8 +42,8 @@ and compared `fedclip` with `fedavg-clip`, which trains both towers, by the pape
 
 Protocol: mini-clip, {seeds} seeds, 10 rounds, 20 training images of each class and client, Adam for both, the lr of each
 from one grid on validation images; pacs and emoji by G on all images of a held-out domain (leave-one-domain-out),
-caltech101 by accuracy on the clients' own test images. Both learned in every row (*mechanism* in [claims](claims.md#premise)). At least
-1 point counts; *open*: the interval holds both signs or less than that.
+caltech101 by accuracy on the clients' own test images. Both learned in every row (*mechanism* in
+[claims](claims.md#premise)). At least 1 point counts; *open*: the interval holds both signs or less than that.
 
 What this does not say: nothing about a backbone that has seen hundreds of millions of images, nor about zero-shot above
 90 %, which is where the paper stands, nor about fewer than 20 images a class. From the lowest to the highest zero-shot
