@@ -102,4 +102,8 @@ def untested(pool: Pool, setup: Setup, seeds: Sequence[int]) -> Pool:
             kept[federation.items[low:high]] = False
     rows = np.flatnonzero(kept)
     source = replace(pool.source, items=[pool.source.items[i] for i in rows])
-    return replace(pool, source=source, x=pool.x[torch.from_numpy(rows)])
+    twins = None
+    if pool.twins is not None:
+        _, first, found = np.unique(pool.twins[rows], return_index=True, return_inverse=True)
+        twins = first[found]
+    return replace(pool, source=source, x=pool.x[torch.from_numpy(rows)], twins=twins)

@@ -113,6 +113,15 @@ class Line(NamedTuple):
     def at(self, t: float) -> Tensor:
         return self.start + t * self.slope
 
+    def sizes(self, times: Sequence[float], second: Tensor) -> Tensor:
+        """The root mean square of the logits of the heads at these numbers, less their mean over classes, on the examples
+        of A with a 1 appended."""
+        start, slope = (head - head.mean(1, keepdim=True) for head in self)
+        moved = second @ slope
+        squares = [float((start * (second @ start)).sum()), 2 * float((start * moved).sum()), float((slope * moved).sum())]
+        found = torch.tensor([squares[0] + t * squares[1] + t * t * squares[2] for t in times], dtype=torch.float64)
+        return (found.clamp(min=TINY) / (second[-1, -1].clamp(min=TINY) * start.shape[1])).sqrt()
+
     def accuracies(self, times: Sequence[float], x: Tensor, y: Tensor) -> list[float]:
         """Accuracies of the heads at these numbers; 0 where there is no example."""
         start, slope = x @ self.start, x @ self.slope

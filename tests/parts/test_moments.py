@@ -312,12 +312,12 @@ def test_the_candidate_is_chosen_as_asked():
 def test_candidates_count_by_how_well_examples_tell_them_apart():
     lines = [Line(torch.full((2, 3), 10.0 * k), torch.ones(2, 3)) for k in range(2)]
     times, accuracies = (0.0, 2.0), torch.tensor([[0.5, 0.7], [0.7, 0.6]])  # of the heads 0, 2, 10 and 12
-    assert torch.equal(averaged(lines, times, accuracies, 100, 0), lines[0].at(2.0))  # the first of the best
+    assert torch.equal(averaged(lines, times, torch.ones(2, 2), accuracies, 100, 0), lines[0].at(2.0))  # the first of the best
     error = 1 / (2 * 100**0.5)
     weights = np.exp(accuracies.numpy().reshape(-1) / (2 * error))
-    found = averaged(lines, times, accuracies, 100, 2)
+    found = averaged(lines, times, torch.ones(2, 2), accuracies, 100, 2)
     assert float(found[0, 0]) == pytest.approx(float(weights @ [0, 2, 10, 12] / weights.sum()), rel=1e-12)
-    assert float(averaged(lines, times, accuracies, 10**9, 2)[0, 0]) == pytest.approx(6)  # only the best are left
+    assert float(averaged(lines, times, torch.ones(2, 2), accuracies, 10**9, 2)[0, 0]) == pytest.approx(6)  # only the best are left
 
 
 def test_solutions_are_linear_in_what_they_are_shrunk_towards():

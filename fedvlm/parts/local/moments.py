@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 SECOND, CROSS = "second", "cross"  # the moments, in replies and in the message with their sums
 BY_SIZE = "by_size"  # in that message: 1 where clients are weighted by their number of examples
-GAUSSIAN = "gaussian"  # in that message: 1 where heads are those of Gaussian discriminant analysis
+SOLVER = "solver"  # in that message: its place in SOLVERS
+SOLVERS = ("ridge", "gaussian", "both")  # a ridge regression, Gaussian discriminant analysis, or the mean of their heads
 STRENGTHS, TEXTS = "strengths", "texts"  # in that message: the candidates for λ and c
 AVERAGING = "averaging"  # in that message: see `averaged`
 NEWCOMER, CLIENT = "newcomer", "client"  # replies: accuracy without and with the client's own moments, [λ, c]
@@ -70,6 +71,7 @@ class SecondMoments(Local):
     shares: tuple[Share, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
     pulls: tuple[NotNegative, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
     towards: tuple[Share, ...] = (1.0,)  # η, share of the shared head that μ pulls towards: candidates
+    priors: tuple[NotNegative, ...] = (0.0,)  # weight of the log of the client's class counts in its bias: candidates
 
     partner: ClassVar[str] = "moments"
     one_round: ClassVar[bool] = True
@@ -143,7 +145,8 @@ class SecondMoments(Local):
     def adjusted(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Params:
         """The accuracies of all candidates; zeros in the stage that does not ask for them."""
         strengths, texts = (message.extra[k].tolist() for k in (STRENGTHS, TEXTS))
-        found = {k: torch.zeros(len(strengths), len(texts)) for k in (NEWCOMER, CLIENT)}
+        rows = len(strengths) * (1 + (SOLVERS[int(message.extra[SOLVER])] == "both"))
+        found = {k: torch.zeros(rows, len(texts)) for k in (NEWCOMER, CLIENT)}
         if message.stage != SELECT:
             return found
         mine, others = self.others(model, params, message, data, at)
@@ -154,30 +157,60 @@ class SecondMoments(Local):
             known = ridge.occurring(others)[y]
         sets = {CLIENT: (others.plus(mine), x, y)} | ({NEWCOMER: (others, x[known], y[known])} if known.any() else {})
         for name, (moments, x, y) in sets.items():
-            solved = solver(message, model, moments)
-            for row, strength in enumerate(strengths):
-                heads = by_class(model, ridge.heads_on_line(solved, strength, prior))
-                found[name][row] = torch.tensor(heads.accuracies(texts, x, y))
+            heads, _ = candidates(message, model, moments, (strengths, texts), prior)
+            found[name] = torch.tensor([by_class(model, head).accuracies(texts, x, y) for head in heads])
         return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
     def personal_head(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Tensor:
         mine, others = self.others(model, params, message, data, at)
         x, y = examples_of(model, params, data, at).validation
         shared, scored = ridge.from_params(message.shared), int(data.counts("val")[at])
-        heads, reached = list[Line](), list[list[float]]()
-        pulls, towards = (grid if scored else grid[:1] for grid in (self.pulls, self.towards))
+        heads, sizes, reached = list[Line](), list[Tensor](), list[list[float]]()
+        averaging = float(message.extra[AVERAGING])
+        pulls, towards, priors = (grid if scored else grid[:1] for grid in (self.pulls, self.towards, self.priors))
         for share in self.shares if scored else self.shares[:1]:
-            solved = solver(message, model, mine.plus(others, share))
-            for pull in pulls:
-                heads.append(ridge.heads_on_line(solved, pull, shared))
-                reached.append(by_class(model, heads[-1]).accuracies(towards, x, y))
-        return averaged(heads, towards, torch.tensor(reached), scored, float(message.extra[AVERAGING]))
+            found, size = candidates(message, model, mine.plus(others, share), (pulls, towards), shared)
+            reached += [by_class(model, head).accuracies(towards, x, y) for head in found]
+            heads, sizes = heads + found, [*sizes, size]
+        head = averaged(heads, towards, torch.cat(sizes), torch.tensor(reached), scored, averaging)
+        if not any(priors):
+            return head
+        low, mid = (int(b) for b in data.bounds[at, :2])
+        line = Line(head, torch.zeros_like(head))
+        line.slope[-1] = class_prior(data.y[low:mid], head.shape[1])
+        reached = [line.accuracies(priors, x, y)]
+        return averaged([line], priors, torch.ones(1, len(priors)), torch.tensor(reached), scored, averaging)
 
 
-def solver(message: Message, model: Model, moments: Moments) -> Ridge | Gaussian | Bilinear:
+def candidates(
+    message: Message, model: Model, moments: Moments, grid: tuple[Sequence[float], Sequence[float]], towards: Tensor
+) -> tuple[list[Line], Tensor]:
+    """The heads of every strength, of both solvers one after the other, and what to divide each by [head, time]: with
+    both, what gives logits the size of the targets, so that heads can be averaged."""
+    strengths, times = grid
+    kind = SOLVERS[int(message.extra[SOLVER])]
     if model.adapter.open_vocabulary:
-        return Bilinear(moments, model.task.names().double())
-    return Gaussian(moments) if float(message.extra[GAUSSIAN]) else Ridge(moments)
+        solvers: list[Ridge | Gaussian | Bilinear] = [Bilinear(moments, model.task.names().double())]
+    else:
+        solvers = [Ridge(moments)] * (kind != "gaussian") + [Gaussian(moments)] * (kind != "ridge")
+    found = [ridge.heads_on_line(solved, strength, towards) for solved in solvers for strength in strengths]
+    if kind != "both":
+        return found, torch.ones(len(found), len(times))
+    wanted = target_size(towards.shape[1])
+    for at, line in enumerate(found[len(strengths) :], len(strengths)):
+        found[at] = Line(line.start * wanted / line.sizes([0.0], moments.second), line.slope)
+    return found, torch.stack([line.sizes(times, moments.second) for line in found]) / wanted
+
+
+def target_size(classes: int) -> float:
+    """The root mean square of the targets, one-hot less 1/K."""
+    return ((1 - 1 / classes) / classes) ** 0.5
+
+
+def class_prior(y: Tensor, classes: int) -> Tensor:
+    """The logarithm of a client's class counts + ½, less its mean, in units of the targets' size."""
+    log = (torch.bincount(y, minlength=classes).double() + 0.5).log()
+    return (log - log.mean()) * target_size(classes)
 
 
 def by_class(model: Model, heads: Line) -> Line:
@@ -185,15 +218,17 @@ def by_class(model: Model, heads: Line) -> Line:
     return Line(*(h @ model.task.names().double().mT for h in heads)) if model.adapter.open_vocabulary else heads
 
 
-def averaged(heads: Sequence[Line], times: Sequence[float], accuracies: Tensor, count: int, averaging: float) -> Tensor:
-    """The mean of heads[row].at(times[column]) with weights exp(accuracy[row, column]/(averaging · s)), s = 1/(2√count) the
-    largest standard error that the accuracy on so many examples can have: candidates that the examples cannot tell apart
-    count alike. averaging = 0: the first of the best."""
+def averaged(
+    heads: Sequence[Line], times: Sequence[float], sizes: Tensor, accuracies: Tensor, count: int, averaging: float
+) -> Tensor:
+    """The mean of heads[row].at(times[column])/sizes[row, column] with weights exp(accuracy[row, column]/(averaging · s)),
+    s = 1/(2√count) the largest standard error that the accuracy on so many examples can have: candidates that the examples
+    cannot tell apart count alike. averaging = 0: the first of the best."""
     if not averaging:
         row, column = first_best(accuracies)
-        return heads[row].at(times[column])
+        return heads[row].at(times[column]) / sizes[row, column]
     weights = torch.softmax(accuracies.double().reshape(-1) * (2 * max(1, count) ** 0.5 / averaging), 0)
-    weights = weights.view(accuracies.shape)
+    weights = weights.view(accuracies.shape) / sizes
     lengths = weights @ torch.tensor(times, dtype=torch.float64)
     each = zip(heads, weights.sum(1).tolist(), lengths.tolist(), strict=True)
     return torch.stack([weight * head.start + length * head.slope for head, weight, length in each]).sum(0)
