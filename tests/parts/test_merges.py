@@ -488,3 +488,62 @@ def test_the_median_of_a_large_layer():
     start = method.merge.init(method.model, 4, seed=5)
     state = method.merge.round(method.model, State(shared, {}, start.server), Cohort(FourClients(), np.arange(4), 1))
     assert (state.shared["w"] == 1.5).all()
+
+
+# The server's step as an optimiser's
+
+
+def rounds_of(merge: str = "adaptive", count: int = 4, **settings: object):
+    """The shared head after each round, and the mean of the clients' heads in each."""
+    method = build("head", "sgd", "mean", lr=0.3)
+    method = replace(method, merge=registry.find("merge", merge)(**settings))
+    data = random_data(method.task)
+    engine, state, found = Stacked(method, data, 3), method.init(len(data)), []
+    for round in range(1, count + 1):
+        mean = method.merge.average(state, Cohort(engine, ABLE, round), state.message()).mean["head"]
+        state = method.round(state, Cohort(engine, ABLE, round))
+        found.append((mean, state.shared["head"]))
+    return method.initial["head"], found
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adagrad"])
+def test_a_servers_step_is_that_of_torchs_optimiser(rule):
+    """w_g less the mean model as its gradient."""
+    given = {"server_rule": rule, "server_lr": 0.3, "adaptivity": 0.02, "server_momentum": 0.6}
+    start, found = rounds_of(**given | ({"server_momentum": 0.0} if rule == "adagrad" else {}))
+    w = torch.nn.Parameter(start.clone())
+    optimiser = {
+        "momentum": lambda: torch.optim.SGD([w], lr=0.3, momentum=0.6),
+        "adagrad": lambda: torch.optim.Adagrad([w], lr=0.3, initial_accumulator_value=0.02**2, eps=0.02),
+    }[rule]()
+    for mean, after in found:
+        w.grad = (w - mean).detach()
+        optimiser.step()
+        torch.testing.assert_close(w.data, after, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "yogi", "adam"])
+def test_fedopt_number_by_number(rule):
+    """Algorithm 2 of Reddi et al., written out for single numbers."""
+    rate, b1, b2, tau = 0.2, 0.7, 0.8, 0.01
+    settings = {"server_rule": rule, "server_lr": rate, "adaptivity": tau}
+    start, found = rounds_of(**settings, server_momentum=b1, server_memory=b2)
+    for at in ((0, 0), (2, 5), (4, 11)):
+        w, m, v = float(start[at]), 0.0, tau**2
+        for mean, after in found:
+            delta = float(mean[at]) - w
+            m = b1 * m + (1 - b1) * delta
+            v = {
+                "adagrad": v + delta**2,
+                "yogi": v - (1 - b2) * delta**2 * np.sign(v - delta**2),
+                "adam": b2 * v + (1 - b2) * delta**2,
+            }[rule]
+            w += rate * m / (v**0.5 + tau)
+            assert float(after[at]) == pytest.approx(w, abs=1e-12)
+
+
+def test_a_server_without_momentum_and_with_rate_1_is_fedavg():
+    plain = rounds_of("mean")[1][-1][1]
+    same, other = (rounds_of(server_rule="momentum", server_lr=1.0, server_momentum=m)[1][-1][1] for m in (0.0, 0.5))
+    torch.testing.assert_close(same, plain, atol=1e-12, rtol=0)
+    assert not torch.allclose(other, plain, atol=1e-3)
