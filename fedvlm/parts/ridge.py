@@ -8,6 +8,7 @@ negative eigenvalues (of noise, or of a client that does not keep to the protoco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -113,15 +114,6 @@ class Line(NamedTuple):
     def at(self, t: float) -> Tensor:
         return self.start + t * self.slope
 
-    def sizes(self, times: Sequence[float], second: Tensor) -> Tensor:
-        """The root mean square of the logits of the heads at these numbers, less their mean over classes, on the examples
-        of A with a 1 appended."""
-        start, slope = (head - head.mean(1, keepdim=True) for head in self)
-        moved = second @ slope
-        squares = [float((start * (second @ start)).sum()), 2 * float((start * moved).sum()), float((slope * moved).sum())]
-        found = torch.tensor([squares[0] + t * squares[1] + t * t * squares[2] for t in times], dtype=torch.float64)
-        return (found.clamp(min=TINY) / (second[-1, -1].clamp(min=TINY) * start.shape[1])).sqrt()
-
     def accuracies(self, times: Sequence[float], x: Tensor, y: Tensor) -> list[float]:
         """Accuracies of the heads at these numbers; 0 where there is no example."""
         start, slope = x @ self.start, x @ self.slope
@@ -136,6 +128,13 @@ class Ridge:
         self.values = values.clamp(min=0)
         self.unit = max(float(self.values.mean()), TINY)
         self.cross = self.vectors.mT @ given.cross
+        self.total = given.second[-1, -1].clamp(min=TINY)  # of the weights, where features have a 1 appended
+
+    def logit_size(self, head: Tensor) -> float:
+        """The root mean square of a head's logits, less their mean over classes, on the examples of A."""
+        turned = self.vectors.mT @ (head - head.mean(1, keepdim=True))
+        square = (self.values[:, None] * turned.square()).sum() / (self.total * head.shape[1])
+        return math.sqrt(max(float(square), TINY))
 
     def solve(self, strength: float, towards: Tensor) -> Tensor:
         """W [features, classes] with λ = strength · A's mean eigenvalue and V = towards."""

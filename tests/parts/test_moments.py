@@ -209,9 +209,9 @@ def test_a_client_without_others_examples_has_its_own_ridge():
     assert alone.shared.keys() == {"head", "bias"}
 
 
-@pytest.mark.parametrize("saturation", [0.0, 10.0])
-def test_secure_sums_give_the_same_model(saturation):
-    method, data = method_of(local={"saturation": saturation})
+@pytest.mark.parametrize(("saturation", "solver"), [(0.0, "ridge"), (10.0, "ridge"), (10.0, "both")])
+def test_secure_sums_give_the_same_model(saturation, solver):
+    method, data = method_of(local={"saturation": saturation}, solver=solver)
     plain, _, cohort = played(method, data)
     hidden = Cohort(Stacked(method, data, 2), ABLE, 1, secure=Secure(0.6, 64.0))
     masked = method.round(method.init(len(data)), hidden)
@@ -235,7 +235,7 @@ def test_masked_bytes_give_the_same_model_and_the_ledger_says_so(images, tmp_pat
     accuracies."""
     pytest.importorskip("cryptography")
     torch.set_default_dtype(torch.float32)
-    keys, chosen = {"rounds": 1, "unseen": "", "engine": "loopback"}, []
+    keys, chosen = {"rounds": 1, "unseen": "", "engine": "loopback", "solver": "ridge"}, []
     monkeypatch.setattr(merging, "averaged", lambda *given: (chosen.append(given), averaged(*given))[1])
     plain = train_small(images, tmp_path / "plain", "moments", **keys)
     masked = train_small(images, tmp_path / "masked", "moments", **keys, secure=True)
@@ -312,12 +312,12 @@ def test_the_candidate_is_chosen_as_asked():
 def test_candidates_count_by_how_well_examples_tell_them_apart():
     lines = [Line(torch.full((2, 3), 10.0 * k), torch.ones(2, 3)) for k in range(2)]
     times, accuracies = (0.0, 2.0), torch.tensor([[0.5, 0.7], [0.7, 0.6]])  # of the heads 0, 2, 10 and 12
-    assert torch.equal(averaged(lines, times, torch.ones(2, 2), accuracies, 100, 0), lines[0].at(2.0))  # the first of the best
+    assert torch.equal(averaged(lines, times, accuracies, 100, 0), lines[0].at(2.0))  # the first of the best
     error = 1 / (2 * 100**0.5)
     weights = np.exp(accuracies.numpy().reshape(-1) / (2 * error))
-    found = averaged(lines, times, torch.ones(2, 2), accuracies, 100, 2)
+    found = averaged(lines, times, accuracies, 100, 2)
     assert float(found[0, 0]) == pytest.approx(float(weights @ [0, 2, 10, 12] / weights.sum()), rel=1e-12)
-    assert float(averaged(lines, times, torch.ones(2, 2), accuracies, 10**9, 2)[0, 0]) == pytest.approx(6)  # only the best are left
+    assert float(averaged(lines, times, accuracies, 10**9, 2)[0, 0]) == pytest.approx(6)  # only the best are left
 
 
 def test_solutions_are_linear_in_what_they_are_shrunk_towards():
@@ -403,6 +403,54 @@ def test_gaussian_heads_are_scikit_learns_discriminant_analysis():
     dim = x.shape[1]
     np.testing.assert_allclose(dim * shared["head"].numpy()[known], model.coef_, rtol=1e-6)
     np.testing.assert_allclose(dim * shared["bias"].numpy()[known], intercept, rtol=1e-6)
+
+
+def test_with_both_solvers_the_head_is_the_mean_of_a_ridge_and_a_gaussian_one():
+    """The Gaussian one gets the size that the ridge head's logits have on the examples, and is pulled as that is."""
+    rule, how = {"balance": False}, {"weights": "size", "strengths": (0.3,)}
+    heads = {}
+    for solver in ("ridge", "gaussian", "both"):
+        for text in (0.0, 2.0):
+            method, data = method_of(local=rule, solver=solver, texts=(text,), averaging=2.0, **how)
+            heads[solver, text] = ridge.from_params(played(method, data)[0].shared).numpy()
+    x, _, _ = training(data, ABLE)
+    sizes = {}
+    for solver in ("ridge", "gaussian"):
+        logits = np.concatenate([x, np.ones((len(x), 1))], axis=1) @ heads[solver, 0.0]
+        sizes[solver] = (logits - logits.mean(1, keepdims=True)).std()
+    scaled = heads["gaussian", 0.0] * sizes["ridge"] / sizes["gaussian"]
+    for text in (0.0, 2.0):
+        expected = heads["ridge", text] + (scaled - heads["ridge", 0.0]) / 2
+        np.testing.assert_allclose(heads["both", text], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["noise", "nothing"])
+def test_gaussian_heads_beside_ridge_heads_stay_finite(kind):
+    """Noise (dp=example) makes covariances indefinite, and a client may have no examples."""
+    second = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    second = second + second.mT if kind == "noise" else torch.zeros(6, 6)
+    start = Gaussian(Moments(second, torch.randn(6, 3) * (kind == "noise"))).solve(0.1, torch.zeros(6, 3))
+    size = Ridge(Moments(second, torch.zeros(6, 3))).logit_size(start)
+    assert size > 0 and float((start / size).abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.4])
+def test_the_class_prior_is_in_the_bias_of_the_personal_head(weight):
+    found = {}
+    for priors in ((0.0,), (weight,)):
+        method, data = method_of(local={"priors": priors}, **ONE)
+        found[priors] = played(method, data)[1].rows.read(np.array([2]), 1)
+    counts = np.bincount(training(data, np.array([2]))[1], minlength=5)
+    log = np.log(counts + 0.5)
+    moved = found[weight,]["personal.bias"][0] - found[0.0,]["personal.bias"][0]
+    np.testing.assert_allclose(moved.numpy(), weight * (log - log.mean()) * np.sqrt(4 / 25), atol=1e-12)
+    close({"h": found[weight,]["personal.head"]}, {"h": found[0.0,]["personal.head"]}, tolerance=1e-12)
+
+
+def test_a_class_prior_needs_a_bias_for_each_class():
+    for adapter in ("head", "named"):
+        with pytest.raises(FedvlmError, match="priors"):
+            played(*method_of(adapter, local={"priors": (0.0, 0.2)}))
 
 
 def test_a_memory_adds_what_near_examples_are():
@@ -558,7 +606,8 @@ def test_centring_takes_off_each_clients_mean_and_nothing_else_of_it():
 def test_every_method_may_centre(images, tmp_path, method):
     torch.set_default_dtype(torch.float32)
     plain, own = (train_small(images, tmp_path / c, method, rounds=1, centre=c) for c in ("none", "own"))
-    assert plain.record.finished.last["G"] != own.record.finished.last["G"]
+    one, other = (run.record.finished.last for run in (plain, own))
+    assert [one[k] for k in ("G", "P", "shared")] != [other[k] for k in ("G", "P", "shared")]
 
 
 def test_centring_is_refused_where_there_is_no_mean(images):

@@ -7,14 +7,16 @@ model without this client only where no other client has the same objects.) With
 nobody else has are not scored (with adapter=named they are: its heads come from the names); where no others are left, both
 accuracies are the same.
 adjust, stage "personal": W_i = (A_i + ρ Σ_{j≠i} A_j + μI)⁻¹(B_i + ρ Σ_{j≠i} B_j + μ η W_g), the mean over a grid of ρ, μ and
-η by accuracy on the client's own validation data (`averaged`); nothing of it leaves the client.
+η by accuracy on the client's own validation data (`averaged`), and then π log(its class counts + ½) in its bias, π by the
+same rule; nothing of it leaves the client.
+With solver=both there is a Gaussian head beside each ridge head, from the same moments (`candidates`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.ranges import NotNegative, Share
 from fedvlm.core.schema import Field, Fields
 from fedvlm.core.state import Message, Params, copy_per_client
+from fedvlm.errors import FedvlmError
 from fedvlm.parts import ridge
 from fedvlm.parts.ridge import Bilinear, Gaussian, Line, Moments, Ridge
 from fedvlm.privacy.descent import PrivateData
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 SECOND, CROSS = "second", "cross"  # the moments, in replies and in the message with their sums
 BY_SIZE = "by_size"  # in that message: 1 where clients are weighted by their number of examples
 SOLVER = "solver"  # in that message: its place in SOLVERS
-SOLVERS = ("ridge", "gaussian", "both")  # a ridge regression, Gaussian discriminant analysis, or the mean of their heads
+Solver = Literal["ridge", "gaussian", "both"]
+SOLVERS: tuple[Solver, ...] = get_args(Solver)
 STRENGTHS, TEXTS = "strengths", "texts"  # in that message: the candidates for λ and c
 AVERAGING = "averaging"  # in that message: see `averaged`
 NEWCOMER, CLIENT = "newcomer", "client"  # replies: accuracy without and with the client's own moments, [λ, c]
@@ -71,12 +75,16 @@ class SecondMoments(Local):
     shares: tuple[Share, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
     pulls: tuple[NotNegative, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
     towards: tuple[Share, ...] = (1.0,)  # η, share of the shared head that μ pulls towards: candidates
-    priors: tuple[NotNegative, ...] = (0.0,)  # weight of the log of the client's class counts in its bias: candidates
+    priors: tuple[NotNegative, ...] = (
+        0.0,
+    )  # π, weight of the log of the client's class counts in its bias: candidates
 
     partner: ClassVar[str] = "moments"
     one_round: ClassVar[bool] = True
 
     def incompatible(self, adapter: Adapter) -> str:
+        if any(self.priors) and adapter.open_vocabulary:
+            return "priors= are added to a bias of each class, and this adapter has one map for all; use priors=0"
         if isinstance(adapter, HasLinearHead):
             return ""
         return "solves a classifier that is linear in its features; use adapter=affine"
@@ -84,6 +92,8 @@ class SecondMoments(Local):
     def uploads(self, task: Task, shared: Params) -> Fields:
         found = super().uploads(task, shared)
         if shared:
+            if any(self.priors) and "bias" not in shared:
+                raise FedvlmError(f"priors={self.priors} are added to a bias; use priors=0, or adapter=affine")
             size, classes = len(ridge.from_params(shared)), len(task.classes)
             found |= {SECOND: Field((size * (size + 1) // 2,), update=True), CROSS: Field((size, classes), update=True)}
         return found
@@ -145,7 +155,7 @@ class SecondMoments(Local):
     def adjusted(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Params:
         """The accuracies of all candidates; zeros in the stage that does not ask for them."""
         strengths, texts = (message.extra[k].tolist() for k in (STRENGTHS, TEXTS))
-        rows = len(strengths) * (1 + (SOLVERS[int(message.extra[SOLVER])] == "both"))
+        rows = heads_of(SOLVERS[int(message.extra[SOLVER])]) * len(strengths)
         found = {k: torch.zeros(rows, len(texts)) for k in (NEWCOMER, CLIENT)}
         if message.stage != SELECT:
             return found
@@ -157,7 +167,7 @@ class SecondMoments(Local):
             known = ridge.occurring(others)[y]
         sets = {CLIENT: (others.plus(mine), x, y)} | ({NEWCOMER: (others, x[known], y[known])} if known.any() else {})
         for name, (moments, x, y) in sets.items():
-            heads, _ = candidates(message, model, moments, (strengths, texts), prior)
+            heads = candidates(message, model, moments, strengths, prior)
             found[name] = torch.tensor([by_class(model, head).accuracies(texts, x, y) for head in heads])
         return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
@@ -165,52 +175,55 @@ class SecondMoments(Local):
         mine, others = self.others(model, params, message, data, at)
         x, y = examples_of(model, params, data, at).validation
         shared, scored = ridge.from_params(message.shared), int(data.counts("val")[at])
-        heads, sizes, reached = list[Line](), list[Tensor](), list[list[float]]()
-        averaging = float(message.extra[AVERAGING])
+        heads, averaging = list[Line](), float(message.extra[AVERAGING])
         pulls, towards, priors = (grid if scored else grid[:1] for grid in (self.pulls, self.towards, self.priors))
         for share in self.shares if scored else self.shares[:1]:
-            found, size = candidates(message, model, mine.plus(others, share), (pulls, towards), shared)
-            reached += [by_class(model, head).accuracies(towards, x, y) for head in found]
-            heads, sizes = heads + found, [*sizes, size]
-        head = averaged(heads, towards, torch.cat(sizes), torch.tensor(reached), scored, averaging)
+            heads += candidates(message, model, mine.plus(others, share), pulls, shared)
+        reached = [by_class(model, head).accuracies(towards, x, y) for head in heads]
+        found = averaged(heads, towards, torch.tensor(reached), scored, averaging)
         if not any(priors):
-            return head
+            return found
         low, mid = (int(b) for b in data.bounds[at, :2])
-        line = Line(head, torch.zeros_like(head))
-        line.slope[-1] = class_prior(data.y[low:mid], head.shape[1])
-        reached = [line.accuracies(priors, x, y)]
-        return averaged([line], priors, torch.ones(1, len(priors)), torch.tensor(reached), scored, averaging)
+        line = Line(found, class_prior(data.y[low:mid], found))
+        return averaged([line], priors, torch.tensor([line.accuracies(priors, x, y)]), scored, averaging)
+
+
+def heads_of(solver: Solver) -> int:
+    """How many heads there are of each strength."""
+    return 2 if solver == "both" else 1
 
 
 def candidates(
-    message: Message, model: Model, moments: Moments, grid: tuple[Sequence[float], Sequence[float]], towards: Tensor
-) -> tuple[list[Line], Tensor]:
-    """The heads of every strength, of both solvers one after the other, and what to divide each by [head, time]: with
-    both, what gives logits the size of the targets, so that heads can be averaged."""
-    strengths, times = grid
-    kind = SOLVERS[int(message.extra[SOLVER])]
+    message: Message, model: Model, moments: Moments, strengths: Sequence[float], towards: Tensor
+) -> list[Line]:
+    """The heads of every strength. With solver=both, those of the ridge regression, and then a Gaussian one for each, whose
+    logits get the size of the ridge head's (they have none that a mean could use) and which is pulled as that is."""
     if model.adapter.open_vocabulary:
-        solvers: list[Ridge | Gaussian | Bilinear] = [Bilinear(moments, model.task.names().double())]
-    else:
-        solvers = [Ridge(moments)] * (kind != "gaussian") + [Gaussian(moments)] * (kind != "ridge")
-    found = [ridge.heads_on_line(solved, strength, towards) for solved in solvers for strength in strengths]
-    if kind != "both":
-        return found, torch.ones(len(found), len(times))
-    wanted = target_size(towards.shape[1])
-    for at, line in enumerate(found[len(strengths) :], len(strengths)):
-        found[at] = Line(line.start * wanted / line.sizes([0.0], moments.second), line.slope)
-    return found, torch.stack([line.sizes(times, moments.second) for line in found]) / wanted
+        by_name = Bilinear(moments, model.task.names().double())
+        return [ridge.heads_on_line(by_name, strength, towards) for strength in strengths]
+    kind = SOLVERS[int(message.extra[SOLVER])]
+    if kind == "gaussian":
+        gaussian = Gaussian(moments)
+        return [ridge.heads_on_line(gaussian, strength, towards) for strength in strengths]
+    regression = Ridge(moments)
+    found = [ridge.heads_on_line(regression, strength, towards) for strength in strengths]
+    if kind == "both":
+        gaussian, nothing = Gaussian(moments), torch.zeros_like(towards)
+        for strength, (start, slope) in zip(strengths, list(found), strict=True):
+            other = gaussian.solve(strength, nothing)
+            size = regression.logit_size(start) / regression.logit_size(other)
+            found.append(Line(size * other, slope))
+    return found
 
 
-def target_size(classes: int) -> float:
-    """The root mean square of the targets, one-hot less 1/K."""
-    return ((1 - 1 / classes) / classes) ** 0.5
-
-
-def class_prior(y: Tensor, classes: int) -> Tensor:
-    """The logarithm of a client's class counts + ½, less its mean, in units of the targets' size."""
+def class_prior(y: Tensor, head: Tensor) -> Tensor:
+    """The logarithm of the class counts + ½, less its mean, as the bias of a head like this one, in units of the root mean
+    square of the regression's targets, one-hot less 1/K."""
+    classes = head.shape[1]
     log = (torch.bincount(y, minlength=classes).double() + 0.5).log()
-    return (log - log.mean()) * target_size(classes)
+    found = torch.zeros_like(head)
+    found[-1] = (log - log.mean()) * ((1 - 1 / classes) / classes) ** 0.5
+    return found
 
 
 def by_class(model: Model, heads: Line) -> Line:
@@ -218,17 +231,15 @@ def by_class(model: Model, heads: Line) -> Line:
     return Line(*(h @ model.task.names().double().mT for h in heads)) if model.adapter.open_vocabulary else heads
 
 
-def averaged(
-    heads: Sequence[Line], times: Sequence[float], sizes: Tensor, accuracies: Tensor, count: int, averaging: float
-) -> Tensor:
-    """The mean of heads[row].at(times[column])/sizes[row, column] with weights exp(accuracy[row, column]/(averaging · s)),
-    s = 1/(2√count) the largest standard error that the accuracy on so many examples can have: candidates that the examples
-    cannot tell apart count alike. averaging = 0: the first of the best."""
+def averaged(heads: Sequence[Line], times: Sequence[float], accuracies: Tensor, count: int, averaging: float) -> Tensor:
+    """The mean of heads[row].at(times[column]) with weights exp(accuracy[row, column]/(averaging · s)), s = 1/(2√count) the
+    largest standard error that the accuracy on so many examples can have: candidates that the examples cannot tell apart
+    count alike. averaging = 0: the first of the best."""
     if not averaging:
         row, column = first_best(accuracies)
-        return heads[row].at(times[column]) / sizes[row, column]
+        return heads[row].at(times[column])
     weights = torch.softmax(accuracies.double().reshape(-1) * (2 * max(1, count) ** 0.5 / averaging), 0)
-    weights = weights.view(accuracies.shape) / sizes
+    weights = weights.view(accuracies.shape)
     lengths = weights @ torch.tensor(times, dtype=torch.float64)
     each = zip(heads, weights.sum(1).tolist(), lengths.tolist(), strict=True)
     return torch.stack([weight * head.start + length * head.slope for head, weight, length in each]).sum(0)

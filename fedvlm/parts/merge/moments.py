@@ -3,7 +3,8 @@
 W_g = (ΣA + λI)⁻¹(ΣB + λ c T) with T the class names' embeddings: ridge regression on everybody's examples, shrunk towards
 the zero-shot classifier. λ and c are the candidates of `strengths` and `texts` that clients find best
 (parts/local/moments.py): without their own moments, as a newcomer would, and with them; W_g is the mean over candidates,
-weighted by that accuracy. One candidate of each needs no such exchange. Only sums are used, so secure=true gives the same.
+weighted by that accuracy; solver=both has a Gaussian head beside each. One candidate of each needs no such exchange. Only
+sums are used, so secure=true gives the same.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ from fedvlm.parts.local.moments import (
     STRENGTHS,
     TEXTS,
     Judged,
+    Solver,
     averaged,
     candidates,
     first_best,
+    heads_of,
     mean_accuracy,
     text_prior,
 )
@@ -54,7 +57,7 @@ LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of l
 
 @dataclass(frozen=True)
 class SumOfMoments(Merge):
-    solver: Literal["ridge", "gaussian", "both"] = "ridge"  # a ridge regression, Gaussian discriminant analysis, or both
+    solver: Solver = "ridge"  # a ridge regression, Gaussian discriminant analysis (TOFA), or the mean of both heads
     weights: Literal["size", "uniform"] = default("uniform", "effort")  # by training examples, or the same for all
     strengths: tuple[Positive, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
     texts: tuple[NotNegative, ...] = (1, 2, 4, 8, 0)  # c, length of class names' embeddings: candidates; 0: not used
@@ -92,7 +95,7 @@ class SumOfMoments(Merge):
 
     def adjusts(self, task: Task) -> Fields:
         """What clients answer to the step `adjust` (rounds/steps/adjust.py)."""
-        shape = (len(self.strengths) * (1 + (self.solver == "both")), len(self.texts))
+        shape = (heads_of(self.solver) * len(self.strengths), len(self.texts))
         scored = Field(low=0, high=1, per="val", whole=True)
         return {k: SHARE._replace(shape=shape) for k in (NEWCOMER, CLIENT)} | {SCORED: scored}
 
@@ -108,14 +111,13 @@ class SumOfMoments(Merge):
         extra |= {SOLVER: torch.tensor(SOLVERS.index(self.solver)), AVERAGING: torch.tensor(self.averaging)}
         dtype = torch.get_default_dtype()
         message = state.message(stage=SELECT, extra={k: v.to(dtype) for k, v in extra.items()})
-        prior, count = text_prior(model, state.shared), 0
-        heads, sizes = candidates(message, model, total, (self.strengths, self.texts), prior)
-        accuracies = torch.zeros_like(sizes)
+        heads, count = candidates(message, model, total, self.strengths, text_prior(model, state.shared)), 0
+        accuracies = torch.zeros(len(heads), len(self.texts))
         if len(self.strengths) * len(self.texts) > 1:
             replies = cohort.ask("adjust", message).values
             accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
             cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
-        head, (row, column) = averaged(heads, self.texts, sizes, accuracies, count, self.averaging), first_best(accuracies)
+        head, (row, column) = averaged(heads, self.texts, accuracies, count, self.averaging), first_best(accuracies)
         shared = state.shared | ridge.to_params(head, state.shared)
         cohort.effects |= {"strength": [self.strengths[row % len(self.strengths)]], "text": [self.texts[column]]}
         after = state._replace(shared=shared, server=state.server | {k: message.extra[k] for k in (SECOND, CROSS)})
