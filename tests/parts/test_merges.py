@@ -547,3 +547,51 @@ def test_a_server_without_momentum_and_with_rate_1_is_fedavg():
     same, other = (rounds_of(server_rule="momentum", server_lr=1.0, server_momentum=m)[1][-1][1] for m in (0.0, 0.5))
     torch.testing.assert_close(same, plain, atol=1e-12, rtol=0)
     assert not torch.allclose(other, plain, atol=1e-3)
+
+
+# FedDyn
+
+
+def dynamic(local: str, merge: str, rounds: int, **settings: object):
+    """Clients whose minima lie apart, each of which trains long enough to be near that of its own loss."""
+    method = build("head", local, merge, **settings, lr=0.2, epochs=30, batch=32)
+    method = replace(method, merge=replace(method.merge, weights="uniform"))
+    data = random_data(method.task)
+    engine, state = Stacked(method, data, 3), method.init(len(data))
+    for round in range(1, rounds + 1):
+        state = method.round(state, Cohort(engine, ABLE, round))
+    return method, data, engine, state
+
+
+def steepness(method, data, head: torch.Tensor) -> float:
+    """The length of the gradient of the mean of the clients' losses."""
+    w = head.clone().requires_grad_()
+    losses = []
+    for i in ABLE:
+        low, mid = (int(b) for b in data.bounds[i, :2])
+        losses.append(
+            F.cross_entropy(method.model.logits({"head": w[None]}, data.x[None, low:mid])[0], data.y[low:mid])
+        )
+    return float(torch.autograd.grad(torch.stack(losses).mean(), w)[0].norm())
+
+
+def test_feddyn_comes_nearer_to_the_minimum_of_the_mean_loss_than_fedavg():
+    method, data, _, fedavg = dynamic("sgd", "mean", 40)
+    dyn = dynamic("feddyn", "feddyn", 40, mu=0.3)[3]
+    assert steepness(method, data, dyn.shared["head"]) < 0.2 * steepness(method, data, fedavg.shared["head"])
+
+
+def test_feddyns_variables_are_those_of_its_algorithm():
+    mu = 0.3
+    method, _, engine, first = dynamic("feddyn", "feddyn", 1, mu=mu)
+    old = method.initial["head"]
+    own = engine.rows.read(ABLE, 1)["personal.gradient.head"]
+    clients = old - own / mu  # after one round g_i = −α (w_i − w_g)
+    moved = clients.mean(0) - old
+    torch.testing.assert_close(first.shared["head"], clients.mean(0) + moved, atol=1e-9, rtol=0)  # h = −(mean − w_g)
+    some = method.round(first, Cohort(engine, ABLE[:2], 2, population=len(ABLE)))
+    later = engine.rows.read(ABLE, 2)["personal.gradient.head"]
+    close({"g": later[2:]}, {"g": own[2:]})  # clients that were not asked keep theirs
+    answered = first.shared["head"] - (later[:2] - own[:2]) / mu
+    h = -moved - 2 / len(ABLE) * (answered.mean(0) - first.shared["head"])
+    torch.testing.assert_close(some.shared["head"], answered.mean(0) - h, atol=1e-9, rtol=0)

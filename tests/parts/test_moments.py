@@ -21,6 +21,7 @@ from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data
 from fedvlm.core.state import Message, State
 from fedvlm.data.centre import centred
+from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.federation import ledger
@@ -611,8 +612,6 @@ def test_every_method_may_centre(images, tmp_path, method):
 
 
 def test_centring_is_refused_where_there_is_no_mean(images):
-    from fedvlm.data.pool import Pools
-
     torch.set_default_dtype(torch.float32)
     setup = small_setup(images, "fedavg", centre="own", protocol="base-to-novel", unseen="", partition="iid", clients=2)
     with pytest.raises(FedvlmError, match="belong to no client"):
@@ -673,3 +672,20 @@ def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_p
     assert "moments: 1 round, after which more would change nothing" in summarise([more]).notes
     some = train_small(images, tmp_path / "some", "moments", rounds=3, participation=0.5)
     assert len(some.rounds()) == 4  # other clients in each
+
+
+def test_fedncm_is_the_nearest_class_mean(images, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    run = train_small(images, tmp_path, "fedncm", unseen="")
+    shared, planned = (
+        run.load()[0].shared,
+        PlannedRun(small_setup(images, "fedncm", unseen=""), Pools().load(small_setup(images, "fedncm"))),
+    )
+    data = planned.federation.data
+    x, y, _ = training(data, planned.federation.seen)
+    means = np.stack([x[y == c].mean(0) for c in range(5)])
+    low, high = data.bounds[0, 2:4]
+    tested = data.x[low:high].numpy()
+    nearest = ((tested[:, None] - means) ** 2).sum(-1).argmin(1)
+    found = (tested @ shared["head"].numpy().T + shared["bias"].numpy()).argmax(1)
+    assert len(tested) > 5 and (found == nearest).all()
