@@ -55,7 +55,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "balance=false weights=size": {"balance": False, "weights": "size"},
     "strengths down to 0.0001": {"strengths": (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)},
     "texts=0": {"texts": (0,)},
-    "adapter=named": {"adapter": "named"},
+    "solver=ridge priors=0": {"solver": "ridge", "priors": (0,)},
+    "adapter=named": {"adapter": "named", "solver": "ridge", "priors": (0,)},
     "fourier=256": {"fourier": 256},
 }
 

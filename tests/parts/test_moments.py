@@ -659,7 +659,7 @@ def test_rows_that_were_not_run_again_stay_with_their_date(monkeypatch):
     for other in (replace(new, rule="seeds 2"), replace(new, head=["method", "G"])):  # another rule: nothing stays
         assert own.with_kept_rows(other, "pacs", old.text()) == other.text()
     assert own.with_kept_rows(new, "costs", old.text()) == new.text()
-    document = (BENCHMARKS.parent / "docs" / "moments.md").read_text(encoding="utf-8")
+    document = (BENCHMARKS.parent / "docs" / "moments-tables.md").read_text(encoding="utf-8")
     for table, text in own.tables_of(document).items():
         assert rows.read(text).text().strip() == text.strip(), table
 
