@@ -70,6 +70,7 @@ EXPECTED = {
     r"local=groups does not go with adapter=\w+: .* use adapter=groups": "others have no groups of prompts",
     r"(merge|local)=experts works only together with (merge|local)=experts": "they exchange a pool of prompts",
     r"local=experts does not go with adapter=\w+: .* use adapter=experts": "others have no experts",
+    r"local=moon does not go with adapter=\w+: .* use adapter=attention": "it compares features of images",
     r"local=factored does not go with adapter=\w+: .* use adapter=factored": "others have no private prompt in factors",
     r"local=consistent does not go with adapter=\w+: .* use adapter=independent": "it compares with the frozen towers",
     r"local=(alternate|truncated|turns) does not go with adapter=\w+: .* use adapter=lora": "it trains two low-rank factors",

@@ -20,6 +20,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.parts.local.bgp import Bgp, coral
+from fedvlm.parts.local.means import Means
 from fedvlm.parts.local.sgd import Sgd
 from fedvlm.parts.merge.afl import project_to_simplex
 from fedvlm.parts.merge.faa import equal_gaps, slopes
@@ -595,3 +596,45 @@ def test_feddyns_variables_are_those_of_its_algorithm():
     answered = first.shared["head"] - (later[:2] - own[:2]) / mu
     h = -moved - 2 / len(ABLE) * (answered.mean(0) - first.shared["head"])
     torch.testing.assert_close(some.shared["head"], answered.mean(0) - h, atol=1e-9, rtol=0)
+
+
+# MOON
+
+
+def test_moons_loss_is_cross_entropy_and_the_contrast_of_features():
+    method = build("attention", "moon", "mean", contrast=0.7, temperature=0.4)
+    data = random_data(method.task, [(9, 0, 0), (6, 0, 0), (2, 0, 0)])
+    draw = torch.Generator().manual_seed(4)
+    sent, now, last = (
+        {k: v + 0.5 * torch.randn(3, *v.shape, generator=draw) for k, v in method.initial.items()} for _ in range(3)
+    )
+    message = Message({k: v[0] for k, v in sent.items()})
+    batch = next(iter(data.batches(4, 1)))
+    own = {"personal.previous." + k: v for k, v in last.items()}
+    n = len(batch.y)
+    each, _ = method.local.contrasted(method.model, message, own, Means(data))(
+        {k: v[:n] for k, v in now.items()}, batch
+    )
+
+    def features(params, of, client):
+        one = {k: v[of : of + 1] for k, v in params.items()}
+        return F.normalize(method.adapter.masked(one, batch.x[client : client + 1])[0], dim=-1)
+
+    for client in range(n):
+        z, g, p = (features(m, of, client) for m, of in ((now, client), (sent, 0), (last, client)))
+        total = 0.0
+        for row in torch.nonzero(batch.weight[client]).flatten():
+            near, far = (torch.exp(z[row] @ other[row] / 0.4) for other in (g, p))
+            logits = method.task.scale * z[row] @ method.task.names().T
+            total += F.cross_entropy(logits, batch.y[client, row]) - 0.7 * torch.log(near / (near + far))
+        torch.testing.assert_close(each[client], total / int((batch.weight[client] > 0).sum()), atol=1e-9, rtol=0)
+
+
+def test_moon_remembers_the_model_it_trained_last():
+    method = build("attention", "moon", "mean")
+    data = random_data(method.task)
+    engine = Stacked(method, data, 3)
+    start = engine.rows.read(ABLE, 1)
+    close({k: start["personal.previous." + k][0] for k in method.initial}, method.initial)
+    reply = next(engine.run("train", ABLE[:2], method.init(6).message(), 1, 0))
+    close({k: engine.rows.read(ABLE[:2], 2)["personal.previous." + k] for k in reply.shared}, reply.shared)

@@ -408,11 +408,11 @@ def test_gaussian_heads_are_scikit_learns_discriminant_analysis():
 
 def test_with_both_solvers_the_head_is_the_mean_of_a_ridge_and_a_gaussian_one():
     """The Gaussian one gets the size that the ridge head's logits have on the examples, and is pulled as that is."""
-    rule, how = {"balance": False}, {"weights": "size", "strengths": (0.3,)}
+    rule, how = {"balance": False}, {"weights": "size", "strengths": (0.3, 0.3)}  # two, so that they are compared
     heads = {}
     for solver in ("ridge", "gaussian", "both"):
         for text in (0.0, 2.0):
-            method, data = method_of(local=rule, solver=solver, texts=(text,), averaging=2.0, **how)
+            method, data = method_of(local=rule, solver=solver, texts=(text,), averaging=1e12, **how)
             heads[solver, text] = ridge.from_params(played(method, data)[0].shared).numpy()
     x, _, _ = training(data, ABLE)
     sizes = {}
@@ -423,6 +423,8 @@ def test_with_both_solvers_the_head_is_the_mean_of_a_ridge_and_a_gaussian_one():
     for text in (0.0, 2.0):
         expected = heads["ridge", text] + (scaled - heads["ridge", 0.0]) / 2
         np.testing.assert_allclose(heads["both", text], expected, rtol=0, atol=1e-9)
+    single = [played(*method_of(solver=solver, **ONE))[0].shared for solver in ("ridge", "both")]
+    close(*single)  # nobody compares them
 
 
 @pytest.mark.parametrize("kind", ["noise", "nothing"])

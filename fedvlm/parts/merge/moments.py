@@ -3,8 +3,8 @@
 W_g = (ΣA + λI)⁻¹(ΣB + λ c T) with T the class names' embeddings: ridge regression on everybody's examples, shrunk towards
 the zero-shot classifier. λ and c are the candidates of `strengths` and `texts` that clients find best
 (parts/local/moments.py): without their own moments, as a newcomer would, and with them; W_g is the mean over candidates,
-weighted by that accuracy; solver=both has a Gaussian head beside each. One candidate of each needs no such exchange. Only
-sums are used, so secure=true gives the same.
+weighted by that accuracy; solver=both has a Gaussian head beside each. With one λ and one c there is no such exchange, and of
+both solvers the ridge head is taken. Only sums are used, so secure=true gives the same.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class SumOfMoments(Merge):
         message = state.message(stage=SELECT, extra={k: v.to(dtype) for k, v in extra.items()})
         heads, count = candidates(message, model, total, self.strengths, text_prior(model, state.shared)), 0
         accuracies = torch.zeros(len(heads), len(self.texts))
-        if len(self.strengths) * len(self.texts) > 1:
+        if len(self.strengths) * len(self.texts) == 1:
+            heads, accuracies = heads[:1], accuracies[:1]  # nobody judges: of both solvers, the regression
+        else:
             replies = cohort.ask("adjust", message).values
             accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
             cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
