@@ -154,10 +154,11 @@ class Gaussian:
         values, self.vectors = torch.linalg.eigh(within)
         self.values = values.clamp(min=0)
         self.unit = max(float(self.values.mean()), TINY)
+        self.turned = self.means @ self.vectors
 
     def solve(self, strength: float, towards: Tensor) -> Tensor:
         """W [features, classes] with Σ + strength · Σ's mean eigenvalue · I in place of Σ, plus `towards`."""
-        scaled = (self.means @ self.vectors) / (self.values + strength * self.unit) @ self.vectors.mT
+        scaled = self.turned / (self.values + strength * self.unit) @ self.vectors.mT
         bias = -(scaled * self.means).sum(1) / 2
         found: Tensor = torch.cat([scaled, bias[:, None]], dim=1).mT / len(self.values)
         return found + towards

@@ -3,8 +3,8 @@
 W_g = (ΣA + λI)⁻¹(ΣB + λ c T) with T the class names' embeddings: ridge regression on everybody's examples, shrunk towards
 the zero-shot classifier. λ and c are the candidates of `strengths` and `texts` that clients find best
 (parts/local/moments.py): without their own moments, as a newcomer would, and with them; W_g is the mean over candidates,
-weighted by that accuracy; solver=both has a Gaussian head beside each. With one λ and one c there is no such exchange, and of
-both solvers the ridge head is taken. Only sums are used, so secure=true gives the same.
+weighted by that accuracy; solver=both has a Gaussian head beside each. With one λ and one c there is no such exchange, and
+of both solvers the ridge head is taken. Only sums are used, so secure=true gives the same.
 """
 
 from __future__ import annotations
