@@ -1,4 +1,4 @@
-"""Our one-round method (moments) beside the others: writes the results of docs/moments.md.
+"""Our one-round method (moments) beside the others: writes the results of docs/moments-tables.md.
 
     python benchmarks/own.py --pacs ../shared/data/pacs --caltech ../shared/data/caltech101 --jobs 16 --write
     python benchmarks/own.py --pacs pacs.safetensors --tables pacs --methods moments analytic fedot --seeds 201 202
@@ -51,7 +51,7 @@ from fedvlm.system import console
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planning import LEAVE_ONE_OUT
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "moments.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "moments-tables.md"
 MARK = "<!-- results: written by benchmarks/own.py -->"
 SEEDS = (201, 202, 203, 204, 205)
 GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, to begin with
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one per core")
     parser.add_argument("--out", default="runs/own")
     parser.add_argument("--read", action="store_true", help="run nothing: tables of what --out has")
-    parser.add_argument("--write", action="store_true", help="into docs/moments.md and docs/results.md")
+    parser.add_argument("--write", action="store_true", help="into docs/moments-tables.md and docs/results.md")
     args = parser.parse_args()
     study = Study(args)
     for table in args.tables:

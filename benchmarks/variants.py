@@ -55,7 +55,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "balance=false weights=size": {"balance": False, "weights": "size"},
     "strengths down to 0.0001": {"strengths": (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)},
     "texts=0": {"texts": (0,)},
-    "adapter=named": {"adapter": "named"},
+    "solver=ridge priors=0": {"solver": "ridge", "priors": (0,)},
+    "adapter=named": {"adapter": "named", "solver": "ridge", "priors": (0,)},
     "fourier=256": {"fourier": 256},
 }
 
@@ -102,4 +103,8 @@ def untested(pool: Pool, setup: Setup, seeds: Sequence[int]) -> Pool:
             kept[federation.items[low:high]] = False
     rows = np.flatnonzero(kept)
     source = replace(pool.source, items=[pool.source.items[i] for i in rows])
-    return replace(pool, source=source, x=pool.x[torch.from_numpy(rows)])
+    twins = None
+    if pool.twins is not None:
+        _, first, found = np.unique(pool.twins[rows], return_index=True, return_inverse=True)
+        twins = first[found]
+    return replace(pool, source=source, x=pool.x[torch.from_numpy(rows)], twins=twins)

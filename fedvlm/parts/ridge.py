@@ -8,6 +8,7 @@ negative eigenvalues (of noise, or of a client that does not keep to the protoco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -127,6 +128,13 @@ class Ridge:
         self.values = values.clamp(min=0)
         self.unit = max(float(self.values.mean()), TINY)
         self.cross = self.vectors.mT @ given.cross
+        self.total = given.second[-1, -1].clamp(min=TINY)  # of the weights, where features have a 1 appended
+
+    def logit_size(self, head: Tensor) -> float:
+        """The root mean square of a head's logits, less their mean over classes, on the examples of A."""
+        turned = self.vectors.mT @ (head - head.mean(1, keepdim=True))
+        square = (self.values[:, None] * turned.square()).sum() / (self.total * head.shape[1])
+        return math.sqrt(max(float(square), TINY))
 
     def solve(self, strength: float, towards: Tensor) -> Tensor:
         """W [features, classes] with λ = strength · A's mean eigenvalue and V = towards."""
@@ -146,10 +154,11 @@ class Gaussian:
         values, self.vectors = torch.linalg.eigh(within)
         self.values = values.clamp(min=0)
         self.unit = max(float(self.values.mean()), TINY)
+        self.turned = self.means @ self.vectors
 
     def solve(self, strength: float, towards: Tensor) -> Tensor:
         """W [features, classes] with Σ + strength · Σ's mean eigenvalue · I in place of Σ, plus `towards`."""
-        scaled = (self.means @ self.vectors) / (self.values + strength * self.unit) @ self.vectors.mT
+        scaled = self.turned / (self.values + strength * self.unit) @ self.vectors.mT
         bias = -(scaled * self.means).sum(1) / 2
         found: Tensor = torch.cat([scaled, bias[:, None]], dim=1).mT / len(self.values)
         return found + towards

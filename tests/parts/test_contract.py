@@ -59,7 +59,7 @@ EXPECTED = {
     r"(merge|local)=moments works only together with (merge|local)=moments": "they exchange sums instead of updates",
     r"local=moments does not go with adapter=\w+: it solves a classifier that is linear": "others have no closed form",
     r"local=memory does not go with adapter=\w+: it fills a private memory": "others have none",
-    r"(merge|local)=scaffold works only together with (merge|local)=scaffold": "they exchange control variates",
+    r"(merge|local)=(scaffold|feddyn) works only together with (merge|local)=": "they exchange or keep control variates",
     r"merge=(text_server|other_text) does not go with adapter=\w+: .* use adapter=lora": "it trains the text tower",
     r"merge=prototypes (works on shared parameters named head|does not go with)": "it trains a classifier on embeddings",
     r"merge=transport works on shared parameters named context, outsiders": "it matches outsider prompts",
@@ -70,6 +70,7 @@ EXPECTED = {
     r"local=groups does not go with adapter=\w+: .* use adapter=groups": "others have no groups of prompts",
     r"(merge|local)=experts works only together with (merge|local)=experts": "they exchange a pool of prompts",
     r"local=experts does not go with adapter=\w+: .* use adapter=experts": "others have no experts",
+    r"local=moon does not go with adapter=\w+: .* use adapter=attention": "it compares features of images",
     r"local=factored does not go with adapter=\w+: .* use adapter=factored": "others have no private prompt in factors",
     r"local=consistent does not go with adapter=\w+: .* use adapter=independent": "it compares with the frozen towers",
     r"local=(alternate|truncated|turns) does not go with adapter=\w+: .* use adapter=lora": "it trains two low-rank factors",
@@ -571,7 +572,7 @@ ROBUST = ("median", "trimmed")  # of running statistics they take their own robu
 @pytest.mark.parametrize("merge", registry.names("merge"))
 def test_running_statistics_are_averaged_and_counted_nowhere_else(merge, double):
     """In a network with batch norm, statistics of any size change neither the other parameters nor the weights."""
-    local = merge if merge in ("moments", "scaffold") else "sgd"
+    local = merge if merge in ("moments", "scaffold", "feddyn") else "sgd"
     names = ("resnet", local, merge)
     if is_expected(refusal(names)):
         pytest.skip(refusal(names))

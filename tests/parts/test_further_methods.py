@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import ABLE, example, layered, play, random_data, random_task, small_adapter, tiny_clip, tiny_whole
+from helpers import ABLE, build, example, layered, play, random_data, random_task, small_adapter, tiny_clip, tiny_whole
 from torch.nn import functional as F
 
 from fedvlm.backbones import load
@@ -217,3 +217,17 @@ def test_another_text_tower_with_a_projection(double):
 def test_another_text_tower_of_a_strangers_run_is_asked_for():
     setup = resolve("feddtl", {"merge": "other_text", "text_backbone": "python:evil:load"})
     assert any("run code" in need.does and "evil" in need.what for need in trust.needs(setup))
+
+
+def test_fedbn_keeps_all_normalisation_on_the_clients():
+    adapter = small_adapter("resnet", private=resolve("fedbn", {}).adapter.private)
+    plain = build("resnet", "sgd", "mean")
+    task, data = example(adapter)
+    method = Method.build(adapter, plain.local, plain.merge, task, 5)
+    whole = {k: v.dim() for k, v in plain.initial.items()}
+    assert set(method.initial) == {k for k, dims in whole.items() if dims > 1 or k == "fc.bias"}
+    state, rows, *_ = play(method, data, 6, rounds=1)
+    kept = {k for k in whole if k not in method.initial}
+    assert kept <= rows.keys() and any("running" in k for k in kept)
+    assert not torch.equal(rows["bn1.running_mean"][0], rows["bn1.running_mean"][1])
+    assert not torch.equal(state.shared["conv1.weight"], method.initial["conv1.weight"])

@@ -20,6 +20,7 @@ from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.parts.local.bgp import Bgp, coral
+from fedvlm.parts.local.means import Means
 from fedvlm.parts.local.sgd import Sgd
 from fedvlm.parts.merge.afl import project_to_simplex
 from fedvlm.parts.merge.faa import equal_gaps, slopes
@@ -488,3 +489,152 @@ def test_the_median_of_a_large_layer():
     start = method.merge.init(method.model, 4, seed=5)
     state = method.merge.round(method.model, State(shared, {}, start.server), Cohort(FourClients(), np.arange(4), 1))
     assert (state.shared["w"] == 1.5).all()
+
+
+# The server's step as an optimiser's
+
+
+def rounds_of(merge: str = "adaptive", count: int = 4, **settings: object):
+    """The shared head after each round, and the mean of the clients' heads in each."""
+    method = build("head", "sgd", "mean", lr=0.3)
+    method = replace(method, merge=registry.find("merge", merge)(**settings))
+    data = random_data(method.task)
+    engine, state, found = Stacked(method, data, 3), method.init(len(data)), []
+    for round in range(1, count + 1):
+        mean = method.merge.average(state, Cohort(engine, ABLE, round), state.message()).mean["head"]
+        state = method.round(state, Cohort(engine, ABLE, round))
+        found.append((mean, state.shared["head"]))
+    return method.initial["head"], found
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adagrad"])
+def test_a_servers_step_is_that_of_torchs_optimiser(rule):
+    """w_g less the mean model as its gradient."""
+    given = {"server_rule": rule, "server_lr": 0.3, "adaptivity": 0.02, "server_momentum": 0.6}
+    start, found = rounds_of(**given | ({"server_momentum": 0.0} if rule == "adagrad" else {}))
+    w = torch.nn.Parameter(start.clone())
+    optimiser = {
+        "momentum": lambda: torch.optim.SGD([w], lr=0.3, momentum=0.6),
+        "adagrad": lambda: torch.optim.Adagrad([w], lr=0.3, initial_accumulator_value=0.02**2, eps=0.02),
+    }[rule]()
+    for mean, after in found:
+        w.grad = (w - mean).detach()
+        optimiser.step()
+        torch.testing.assert_close(w.data, after, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "yogi", "adam"])
+def test_fedopt_number_by_number(rule):
+    """Algorithm 2 of Reddi et al., written out for single numbers."""
+    rate, b1, b2, tau = 0.2, 0.7, 0.8, 0.01
+    settings = {"server_rule": rule, "server_lr": rate, "adaptivity": tau}
+    start, found = rounds_of(**settings, server_momentum=b1, server_memory=b2)
+    for at in ((0, 0), (2, 5), (4, 11)):
+        w, m, v = float(start[at]), 0.0, tau**2
+        for mean, after in found:
+            delta = float(mean[at]) - w
+            m = b1 * m + (1 - b1) * delta
+            v = {
+                "adagrad": v + delta**2,
+                "yogi": v - (1 - b2) * delta**2 * np.sign(v - delta**2),
+                "adam": b2 * v + (1 - b2) * delta**2,
+            }[rule]
+            w += rate * m / (v**0.5 + tau)
+            assert float(after[at]) == pytest.approx(w, abs=1e-12)
+
+
+def test_a_server_without_momentum_and_with_rate_1_is_fedavg():
+    plain = rounds_of("mean")[1][-1][1]
+    same, other = (rounds_of(server_rule="momentum", server_lr=1.0, server_momentum=m)[1][-1][1] for m in (0.0, 0.5))
+    torch.testing.assert_close(same, plain, atol=1e-12, rtol=0)
+    assert not torch.allclose(other, plain, atol=1e-3)
+
+
+# FedDyn
+
+
+def dynamic(local: str, merge: str, rounds: int, **settings: object):
+    """Clients whose minima lie apart, each of which trains long enough to be near that of its own loss."""
+    method = build("head", local, merge, **settings, lr=0.2, epochs=30, batch=32)
+    method = replace(method, merge=replace(method.merge, weights="uniform"))
+    data = random_data(method.task)
+    engine, state = Stacked(method, data, 3), method.init(len(data))
+    for round in range(1, rounds + 1):
+        state = method.round(state, Cohort(engine, ABLE, round))
+    return method, data, engine, state
+
+
+def steepness(method, data, head: torch.Tensor) -> float:
+    """The length of the gradient of the mean of the clients' losses."""
+    w = head.clone().requires_grad_()
+    losses = []
+    for i in ABLE:
+        low, mid = (int(b) for b in data.bounds[i, :2])
+        losses.append(
+            F.cross_entropy(method.model.logits({"head": w[None]}, data.x[None, low:mid])[0], data.y[low:mid])
+        )
+    return float(torch.autograd.grad(torch.stack(losses).mean(), w)[0].norm())
+
+
+def test_feddyn_comes_nearer_to_the_minimum_of_the_mean_loss_than_fedavg():
+    method, data, _, fedavg = dynamic("sgd", "mean", 40)
+    dyn = dynamic("feddyn", "feddyn", 40, mu=0.3)[3]
+    assert steepness(method, data, dyn.shared["head"]) < 0.2 * steepness(method, data, fedavg.shared["head"])
+
+
+def test_feddyns_variables_are_those_of_its_algorithm():
+    mu = 0.3
+    method, _, engine, first = dynamic("feddyn", "feddyn", 1, mu=mu)
+    old = method.initial["head"]
+    own = engine.rows.read(ABLE, 1)["personal.gradient.head"]
+    clients = old - own / mu  # after one round g_i = −α (w_i − w_g)
+    moved = clients.mean(0) - old
+    torch.testing.assert_close(first.shared["head"], clients.mean(0) + moved, atol=1e-9, rtol=0)  # h = −(mean − w_g)
+    some = method.round(first, Cohort(engine, ABLE[:2], 2, population=len(ABLE)))
+    later = engine.rows.read(ABLE, 2)["personal.gradient.head"]
+    close({"g": later[2:]}, {"g": own[2:]})  # clients that were not asked keep theirs
+    answered = first.shared["head"] - (later[:2] - own[:2]) / mu
+    h = -moved - 2 / len(ABLE) * (answered.mean(0) - first.shared["head"])
+    torch.testing.assert_close(some.shared["head"], answered.mean(0) - h, atol=1e-9, rtol=0)
+
+
+# MOON
+
+
+def test_moons_loss_is_cross_entropy_and_the_contrast_of_features():
+    method = build("attention", "moon", "mean", contrast=0.7, temperature=0.4)
+    data = random_data(method.task, [(9, 0, 0), (6, 0, 0), (2, 0, 0)])
+    draw = torch.Generator().manual_seed(4)
+    sent, now, last = (
+        {k: v + 0.5 * torch.randn(3, *v.shape, generator=draw) for k, v in method.initial.items()} for _ in range(3)
+    )
+    message = Message({k: v[0] for k, v in sent.items()})
+    batch = next(iter(data.batches(4, 1)))
+    own = {"personal.previous." + k: v for k, v in last.items()}
+    n = len(batch.y)
+    each, _ = method.local.contrasted(method.model, message, own, Means(data))(
+        {k: v[:n] for k, v in now.items()}, batch
+    )
+
+    def features(params, of, client):
+        one = {k: v[of : of + 1] for k, v in params.items()}
+        return F.normalize(method.adapter.masked(one, batch.x[client : client + 1])[0], dim=-1)
+
+    for client in range(n):
+        z, g, p = (features(m, of, client) for m, of in ((now, client), (sent, 0), (last, client)))
+        total = 0.0
+        for row in torch.nonzero(batch.weight[client]).flatten():
+            near, far = (torch.exp(z[row] @ other[row] / 0.4) for other in (g, p))
+            logits = method.task.scale * z[row] @ method.task.names().T
+            total += F.cross_entropy(logits, batch.y[client, row]) - 0.7 * torch.log(near / (near + far))
+        torch.testing.assert_close(each[client], total / int((batch.weight[client] > 0).sum()), atol=1e-9, rtol=0)
+
+
+def test_moon_remembers_the_model_it_trained_last():
+    method = build("attention", "moon", "mean")
+    data = random_data(method.task)
+    engine = Stacked(method, data, 3)
+    start = engine.rows.read(ABLE, 1)
+    close({k: start["personal.previous." + k][0] for k in method.initial}, method.initial)
+    reply = next(engine.run("train", ABLE[:2], method.init(6).message(), 1, 0))
+    close({k: engine.rows.read(ABLE[:2], 2)["personal.previous." + k] for k in reply.shared}, reply.shared)

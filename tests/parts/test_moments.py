@@ -21,6 +21,7 @@ from fedvlm.core.cohort import Cohort
 from fedvlm.core.data import Data
 from fedvlm.core.state import Message, State
 from fedvlm.data.centre import centred
+from fedvlm.data.pool import Pools
 from fedvlm.engines.stacked import Stacked
 from fedvlm.errors import FedvlmError
 from fedvlm.federation import ledger
@@ -209,9 +210,9 @@ def test_a_client_without_others_examples_has_its_own_ridge():
     assert alone.shared.keys() == {"head", "bias"}
 
 
-@pytest.mark.parametrize("saturation", [0.0, 10.0])
-def test_secure_sums_give_the_same_model(saturation):
-    method, data = method_of(local={"saturation": saturation})
+@pytest.mark.parametrize(("saturation", "solver"), [(0.0, "ridge"), (10.0, "ridge"), (10.0, "both")])
+def test_secure_sums_give_the_same_model(saturation, solver):
+    method, data = method_of(local={"saturation": saturation}, solver=solver)
     plain, _, cohort = played(method, data)
     hidden = Cohort(Stacked(method, data, 2), ABLE, 1, secure=Secure(0.6, 64.0))
     masked = method.round(method.init(len(data)), hidden)
@@ -235,7 +236,7 @@ def test_masked_bytes_give_the_same_model_and_the_ledger_says_so(images, tmp_pat
     accuracies."""
     pytest.importorskip("cryptography")
     torch.set_default_dtype(torch.float32)
-    keys, chosen = {"rounds": 1, "unseen": "", "engine": "loopback"}, []
+    keys, chosen = {"rounds": 1, "unseen": "", "engine": "loopback", "solver": "ridge"}, []
     monkeypatch.setattr(merging, "averaged", lambda *given: (chosen.append(given), averaged(*given))[1])
     plain = train_small(images, tmp_path / "plain", "moments", **keys)
     masked = train_small(images, tmp_path / "masked", "moments", **keys, secure=True)
@@ -405,6 +406,56 @@ def test_gaussian_heads_are_scikit_learns_discriminant_analysis():
     np.testing.assert_allclose(dim * shared["bias"].numpy()[known], intercept, rtol=1e-6)
 
 
+def test_with_both_solvers_the_head_is_the_mean_of_a_ridge_and_a_gaussian_one():
+    """The Gaussian one gets the size that the ridge head's logits have on the examples, and is pulled as that is."""
+    rule, how = {"balance": False}, {"weights": "size", "strengths": (0.3, 0.3)}  # two, so that they are compared
+    heads = {}
+    for solver in ("ridge", "gaussian", "both"):
+        for text in (0.0, 2.0):
+            method, data = method_of(local=rule, solver=solver, texts=(text,), averaging=1e12, **how)
+            heads[solver, text] = ridge.from_params(played(method, data)[0].shared).numpy()
+    x, _, _ = training(data, ABLE)
+    sizes = {}
+    for solver in ("ridge", "gaussian"):
+        logits = np.concatenate([x, np.ones((len(x), 1))], axis=1) @ heads[solver, 0.0]
+        sizes[solver] = (logits - logits.mean(1, keepdims=True)).std()
+    scaled = heads["gaussian", 0.0] * sizes["ridge"] / sizes["gaussian"]
+    for text in (0.0, 2.0):
+        expected = heads["ridge", text] + (scaled - heads["ridge", 0.0]) / 2
+        np.testing.assert_allclose(heads["both", text], expected, rtol=0, atol=1e-9)
+    single = [played(*method_of(solver=solver, **ONE))[0].shared for solver in ("ridge", "both")]
+    close(*single)  # nobody compares them
+
+
+@pytest.mark.parametrize("kind", ["noise", "nothing"])
+def test_gaussian_heads_beside_ridge_heads_stay_finite(kind):
+    """Noise (dp=example) makes covariances indefinite, and a client may have no examples."""
+    second = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    second = second + second.mT if kind == "noise" else torch.zeros(6, 6)
+    start = Gaussian(Moments(second, torch.randn(6, 3) * (kind == "noise"))).solve(0.1, torch.zeros(6, 3))
+    size = Ridge(Moments(second, torch.zeros(6, 3))).logit_size(start)
+    assert size > 0 and float((start / size).abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.4])
+def test_the_class_prior_is_in_the_bias_of_the_personal_head(weight):
+    found = {}
+    for priors in ((0.0,), (weight,)):
+        method, data = method_of(local={"priors": priors}, **ONE)
+        found[priors] = played(method, data)[1].rows.read(np.array([2]), 1)
+    counts = np.bincount(training(data, np.array([2]))[1], minlength=5)
+    log = np.log(counts + 0.5)
+    moved = found[weight,]["personal.bias"][0] - found[0.0,]["personal.bias"][0]
+    np.testing.assert_allclose(moved.numpy(), weight * (log - log.mean()) * np.sqrt(4 / 25), atol=1e-12)
+    close({"h": found[weight,]["personal.head"]}, {"h": found[0.0,]["personal.head"]}, tolerance=1e-12)
+
+
+def test_a_class_prior_needs_a_bias_for_each_class():
+    for adapter in ("head", "named"):
+        with pytest.raises(FedvlmError, match="priors"):
+            played(*method_of(adapter, local={"priors": (0.0, 0.2)}))
+
+
 def test_a_memory_adds_what_near_examples_are():
     """Tip-Adapter's formula, written out; and a newcomer has the class names alone."""
     rule = {"train_head": False, "amounts": (2.0,), "sharpnesses": (3.0,)}
@@ -558,12 +609,11 @@ def test_centring_takes_off_each_clients_mean_and_nothing_else_of_it():
 def test_every_method_may_centre(images, tmp_path, method):
     torch.set_default_dtype(torch.float32)
     plain, own = (train_small(images, tmp_path / c, method, rounds=1, centre=c) for c in ("none", "own"))
-    assert plain.record.finished.last["G"] != own.record.finished.last["G"]
+    one, other = (run.record.finished.last for run in (plain, own))
+    assert [one[k] for k in ("G", "P", "shared")] != [other[k] for k in ("G", "P", "shared")]
 
 
 def test_centring_is_refused_where_there_is_no_mean(images):
-    from fedvlm.data.pool import Pools
-
     torch.set_default_dtype(torch.float32)
     setup = small_setup(images, "fedavg", centre="own", protocol="base-to-novel", unseen="", partition="iid", clients=2)
     with pytest.raises(FedvlmError, match="belong to no client"):
@@ -642,7 +692,7 @@ def test_rows_that_were_not_run_again_stay_with_their_date(monkeypatch):
     for other in (replace(new, rule="seeds 2"), replace(new, head=["method", "G"])):  # another rule: nothing stays
         assert own.with_kept_rows(other, "pacs", old.text()) == other.text()
     assert own.with_kept_rows(new, "costs", old.text()) == new.text()
-    document = (BENCHMARKS.parent / "docs" / "moments.md").read_text(encoding="utf-8")
+    document = (BENCHMARKS.parent / "docs" / "moments-tables.md").read_text(encoding="utf-8")
     for table, text in own.tables_of(document).items():
         assert rows.read(text).text().strip() == text.strip(), table
 
@@ -655,3 +705,20 @@ def test_more_rounds_than_one_are_not_played_and_the_table_says_so(images, tmp_p
     assert "moments: 1 round, after which more would change nothing" in summarise([more]).notes
     some = train_small(images, tmp_path / "some", "moments", rounds=3, participation=0.5)
     assert len(some.rounds()) == 4  # other clients in each
+
+
+def test_fedncm_is_the_nearest_class_mean(images, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    run = train_small(images, tmp_path, "fedncm", unseen="")
+    shared, planned = (
+        run.load()[0].shared,
+        PlannedRun(small_setup(images, "fedncm", unseen=""), Pools().load(small_setup(images, "fedncm"))),
+    )
+    data = planned.federation.data
+    x, y, _ = training(data, planned.federation.seen)
+    means = np.stack([x[y == c].mean(0) for c in range(5)])
+    low, high = data.bounds[0, 2:4]
+    tested = data.x[low:high].numpy()
+    nearest = ((tested[:, None] - means) ** 2).sum(-1).argmin(1)
+    found = (tested @ shared["head"].numpy().T + shared["bias"].numpy()).argmax(1)
+    assert len(tested) > 5 and (found == nearest).all()

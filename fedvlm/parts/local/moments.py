@@ -7,14 +7,16 @@ model without this client only where no other client has the same objects.) With
 nobody else has are not scored (with adapter=named they are: its heads come from the names); where no others are left, both
 accuracies are the same.
 adjust, stage "personal": W_i = (A_i + ρ Σ_{j≠i} A_j + μI)⁻¹(B_i + ρ Σ_{j≠i} B_j + μ η W_g), the mean over a grid of ρ, μ and
-η by accuracy on the client's own validation data (`averaged`); nothing of it leaves the client.
+η by accuracy on the client's own validation data (`averaged`), and then π log(its class counts + ½) in its bias, π by the
+same rule; nothing of it leaves the client.
+With solver=both there is a Gaussian head beside each ridge head, from the same moments (`candidates`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from fedvlm.core.model import Model
 from fedvlm.core.ranges import NotNegative, Share
 from fedvlm.core.schema import Field, Fields
 from fedvlm.core.state import Message, Params, copy_per_client
+from fedvlm.errors import FedvlmError
 from fedvlm.parts import ridge
 from fedvlm.parts.ridge import Bilinear, Gaussian, Line, Moments, Ridge
 from fedvlm.privacy.descent import PrivateData
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
 
 SECOND, CROSS = "second", "cross"  # the moments, in replies and in the message with their sums
 BY_SIZE = "by_size"  # in that message: 1 where clients are weighted by their number of examples
-GAUSSIAN = "gaussian"  # in that message: 1 where heads are those of Gaussian discriminant analysis
+SOLVER = "solver"  # in that message: its place in SOLVERS
+Solver = Literal["ridge", "gaussian", "both"]
+SOLVERS: tuple[Solver, ...] = get_args(Solver)
 STRENGTHS, TEXTS = "strengths", "texts"  # in that message: the candidates for λ and c
 AVERAGING = "averaging"  # in that message: see `averaged`
 NEWCOMER, CLIENT = "newcomer", "client"  # replies: accuracy without and with the client's own moments, [λ, c]
@@ -70,11 +75,16 @@ class SecondMoments(Local):
     shares: tuple[Share, ...] = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.0)  # ρ, weight of others' moments: candidates
     pulls: tuple[NotNegative, ...] = (30.0, 10.0, 3.0, 1.0, 0.1, 0.01, 1e-3, 1e-4)  # μ, in mean eigenvalues: candidates
     towards: tuple[Share, ...] = (1.0,)  # η, share of the shared head that μ pulls towards: candidates
+    priors: tuple[NotNegative, ...] = (
+        0.0,
+    )  # π, weight of the log of the client's class counts in its bias: candidates
 
     partner: ClassVar[str] = "moments"
     one_round: ClassVar[bool] = True
 
     def incompatible(self, adapter: Adapter) -> str:
+        if any(self.priors) and adapter.open_vocabulary:
+            return "priors= are added to a bias of each class, and this adapter has one map for all; use priors=0"
         if isinstance(adapter, HasLinearHead):
             return ""
         return "solves a classifier that is linear in its features; use adapter=affine"
@@ -82,6 +92,8 @@ class SecondMoments(Local):
     def uploads(self, task: Task, shared: Params) -> Fields:
         found = super().uploads(task, shared)
         if shared:
+            if any(self.priors) and "bias" not in shared:
+                raise FedvlmError(f"priors={self.priors} are added to a bias; use priors=0, or adapter=affine")
             size, classes = len(ridge.from_params(shared)), len(task.classes)
             found |= {SECOND: Field((size * (size + 1) // 2,), update=True), CROSS: Field((size, classes), update=True)}
         return found
@@ -143,7 +155,8 @@ class SecondMoments(Local):
     def adjusted(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Params:
         """The accuracies of all candidates; zeros in the stage that does not ask for them."""
         strengths, texts = (message.extra[k].tolist() for k in (STRENGTHS, TEXTS))
-        found = {k: torch.zeros(len(strengths), len(texts)) for k in (NEWCOMER, CLIENT)}
+        rows = heads_of(SOLVERS[int(message.extra[SOLVER])]) * len(strengths)
+        found = {k: torch.zeros(rows, len(texts)) for k in (NEWCOMER, CLIENT)}
         if message.stage != SELECT:
             return found
         mine, others = self.others(model, params, message, data, at)
@@ -154,30 +167,63 @@ class SecondMoments(Local):
             known = ridge.occurring(others)[y]
         sets = {CLIENT: (others.plus(mine), x, y)} | ({NEWCOMER: (others, x[known], y[known])} if known.any() else {})
         for name, (moments, x, y) in sets.items():
-            solved = solver(message, model, moments)
-            for row, strength in enumerate(strengths):
-                heads = by_class(model, ridge.heads_on_line(solved, strength, prior))
-                found[name][row] = torch.tensor(heads.accuracies(texts, x, y))
+            heads = candidates(message, model, moments, strengths, prior)
+            found[name] = torch.tensor([by_class(model, head).accuracies(texts, x, y) for head in heads])
         return found if known.any() else found | {NEWCOMER: found[CLIENT]}
 
     def personal_head(self, model: Model, params: Params, message: Message, data: Data, at: int) -> Tensor:
         mine, others = self.others(model, params, message, data, at)
         x, y = examples_of(model, params, data, at).validation
         shared, scored = ridge.from_params(message.shared), int(data.counts("val")[at])
-        heads, reached = list[Line](), list[list[float]]()
-        pulls, towards = (grid if scored else grid[:1] for grid in (self.pulls, self.towards))
+        heads, averaging = list[Line](), float(message.extra[AVERAGING])
+        pulls, towards, priors = (grid if scored else grid[:1] for grid in (self.pulls, self.towards, self.priors))
         for share in self.shares if scored else self.shares[:1]:
-            solved = solver(message, model, mine.plus(others, share))
-            for pull in pulls:
-                heads.append(ridge.heads_on_line(solved, pull, shared))
-                reached.append(by_class(model, heads[-1]).accuracies(towards, x, y))
-        return averaged(heads, towards, torch.tensor(reached), scored, float(message.extra[AVERAGING]))
+            heads += candidates(message, model, mine.plus(others, share), pulls, shared)
+        reached = [by_class(model, head).accuracies(towards, x, y) for head in heads]
+        found = averaged(heads, towards, torch.tensor(reached), scored, averaging)
+        if not any(priors):
+            return found
+        low, mid = (int(b) for b in data.bounds[at, :2])
+        line = Line(found, class_prior(data.y[low:mid], found))
+        return averaged([line], priors, torch.tensor([line.accuracies(priors, x, y)]), scored, averaging)
 
 
-def solver(message: Message, model: Model, moments: Moments) -> Ridge | Gaussian | Bilinear:
+def heads_of(solver: Solver) -> int:
+    """How many heads there are of each strength."""
+    return 2 if solver == "both" else 1
+
+
+def candidates(
+    message: Message, model: Model, moments: Moments, strengths: Sequence[float], towards: Tensor
+) -> list[Line]:
+    """The heads of every strength. With solver=both, those of the ridge regression, and then a Gaussian one for each, whose
+    logits get the size of the ridge head's (they have none that a mean could use) and which is pulled as that is."""
     if model.adapter.open_vocabulary:
-        return Bilinear(moments, model.task.names().double())
-    return Gaussian(moments) if float(message.extra[GAUSSIAN]) else Ridge(moments)
+        by_name = Bilinear(moments, model.task.names().double())
+        return [ridge.heads_on_line(by_name, strength, towards) for strength in strengths]
+    kind = SOLVERS[int(message.extra[SOLVER])]
+    if kind == "gaussian":
+        gaussian = Gaussian(moments)
+        return [ridge.heads_on_line(gaussian, strength, towards) for strength in strengths]
+    regression = Ridge(moments)
+    found = [ridge.heads_on_line(regression, strength, towards) for strength in strengths]
+    if kind == "both":
+        gaussian, nothing = Gaussian(moments), torch.zeros_like(towards)
+        for strength, (start, slope) in zip(strengths, list(found), strict=True):
+            other = gaussian.solve(strength, nothing)
+            size = regression.logit_size(start) / regression.logit_size(other)
+            found.append(Line(size * other, slope))
+    return found
+
+
+def class_prior(y: Tensor, head: Tensor) -> Tensor:
+    """The logarithm of the class counts + ½, less its mean, as the bias of a head like this one, in units of the root mean
+    square of the regression's targets, one-hot less 1/K."""
+    classes = head.shape[1]
+    log = (torch.bincount(y, minlength=classes).double() + 0.5).log()
+    found = torch.zeros_like(head)
+    found[-1] = (log - log.mean()) * ((1 - 1 / classes) / classes) ** 0.5
+    return found
 
 
 def by_class(model: Model, heads: Line) -> Line:

@@ -3,7 +3,8 @@
 W_g = (ΣA + λI)⁻¹(ΣB + λ c T) with T the class names' embeddings: ridge regression on everybody's examples, shrunk towards
 the zero-shot classifier. λ and c are the candidates of `strengths` and `texts` that clients find best
 (parts/local/moments.py): without their own moments, as a newcomer would, and with them; W_g is the mean over candidates,
-weighted by that accuracy. One candidate of each needs no such exchange. Only sums are used, so secure=true gives the same.
+weighted by that accuracy; solver=both has a Gaussian head beside each. With one λ and one c there is no such exchange, and
+of both solvers the ridge head is taken. Only sums are used, so secure=true gives the same.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ from fedvlm.parts.local.moments import (
     BY_SIZE,
     CLIENT,
     CROSS,
-    GAUSSIAN,
     NEWCOMER,
     PERSONAL,
     SCORED,
     SECOND,
     SELECT,
+    SOLVER,
+    SOLVERS,
     STRENGTHS,
     TEXTS,
     Judged,
+    Solver,
     averaged,
+    candidates,
     first_best,
+    heads_of,
     mean_accuracy,
-    solver,
     text_prior,
 )
 from fedvlm.parts.ridge import Moments
@@ -53,7 +57,7 @@ LARGEST = 16.0  # of an entry of a client's moments (secure=true): features of l
 
 @dataclass(frozen=True)
 class SumOfMoments(Merge):
-    solver: Literal["ridge", "gaussian"] = "ridge"  # a ridge regression, or Gaussian discriminant analysis (TOFA)
+    solver: Solver = "ridge"  # a ridge regression, Gaussian discriminant analysis (TOFA), or the mean of both heads
     weights: Literal["size", "uniform"] = default("uniform", "effort")  # by training examples, or the same for all
     strengths: tuple[Positive, ...] = (100, 30, 10, 3, 1, 0.3, 0.1, 0.03, 0.01)  # λ, in mean eigenvalues: candidates
     texts: tuple[NotNegative, ...] = (1, 2, 4, 8, 0)  # c, length of class names' embeddings: candidates; 0: not used
@@ -62,7 +66,7 @@ class SumOfMoments(Merge):
 
     partner: ClassVar[str] = "moments"
     asks: ClassVar[tuple[str, ...]] = ("train", "adjust", "adjust")
-    tells: ClassVar[tuple[str, ...]] = (SECOND, CROSS, BY_SIZE, STRENGTHS, TEXTS, GAUSSIAN, AVERAGING)
+    tells: ClassVar[tuple[str, ...]] = (SECOND, CROSS, BY_SIZE, STRENGTHS, TEXTS, SOLVER, AVERAGING)
     effects: ClassVar[Mapping[str, str]] = {
         "strength": "λ of the best candidate, in units of the mean eigenvalue of the summed moments",
         "text": "c of the best candidate, the length of the class names' embeddings that the head is shrunk towards",
@@ -82,16 +86,16 @@ class SumOfMoments(Merge):
 
     @property
     def requires_parameters(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("head", "bias") if self.solver == "gaussian" else ("head",)
+        return ("head",) if self.solver == "ridge" else ("head", "bias")
 
     def incompatible(self, adapter: Adapter) -> str:
-        if self.solver == "gaussian" and adapter.open_vocabulary:
-            return "solver=gaussian has a mean for each class, and this adapter one map for all; use solver=ridge"
+        if self.solver != "ridge" and adapter.open_vocabulary:
+            return f"solver={self.solver} has a mean for each class, and this adapter one map for all; use solver=ridge"
         return super().incompatible(adapter)
 
     def adjusts(self, task: Task) -> Fields:
         """What clients answer to the step `adjust` (rounds/steps/adjust.py)."""
-        shape = (len(self.strengths), len(self.texts))
+        shape = (heads_of(self.solver) * len(self.strengths), len(self.texts))
         scored = Field(low=0, high=1, per="val", whole=True)
         return {k: SHARE._replace(shape=shape) for k in (NEWCOMER, CLIENT)} | {SCORED: scored}
 
@@ -104,19 +108,20 @@ class SumOfMoments(Merge):
             total = self.sum(state, cohort)
         extra = {SECOND: ridge.packed(total.second), CROSS: total.cross, BY_SIZE: torch.tensor(self.weights == "size")}
         extra |= {STRENGTHS: torch.tensor(self.strengths), TEXTS: torch.tensor(self.texts)}
-        extra |= {GAUSSIAN: torch.tensor(self.solver == "gaussian"), AVERAGING: torch.tensor(self.averaging)}
+        extra |= {SOLVER: torch.tensor(SOLVERS.index(self.solver)), AVERAGING: torch.tensor(self.averaging)}
         dtype = torch.get_default_dtype()
         message = state.message(stage=SELECT, extra={k: v.to(dtype) for k, v in extra.items()})
-        prior, solved = text_prior(model, state.shared), solver(message, model, total)
-        accuracies, count = torch.zeros(len(self.strengths), len(self.texts)), 0
-        if accuracies.numel() > 1:
+        heads, count = candidates(message, model, total, self.strengths, text_prior(model, state.shared)), 0
+        accuracies = torch.zeros(len(heads), len(self.texts))
+        if len(self.strengths) * len(self.texts) == 1:
+            heads, accuracies = heads[:1], accuracies[:1]  # nobody judges: of both solvers, the regression
+        else:
             replies = cohort.ask("adjust", message).values
             accuracies, count = mean_accuracy(replies, self.choose), int(replies[SCORED].sum())
             cohort.acted(as_newcomer=float(replies[NEWCOMER].double().mean(0)[first_best(accuracies)]))
-        heads = [ridge.heads_on_line(solved, strength, prior) for strength in self.strengths]
         head, (row, column) = averaged(heads, self.texts, accuracies, count, self.averaging), first_best(accuracies)
         shared = state.shared | ridge.to_params(head, state.shared)
-        cohort.effects |= {"strength": [self.strengths[row]], "text": [self.texts[column]]}
+        cohort.effects |= {"strength": [self.strengths[row % len(self.strengths)]], "text": [self.texts[column]]}
         after = state._replace(shared=shared, server=state.server | {k: message.extra[k] for k in (SECOND, CROSS)})
         if copies.STARTED in state.private:  # clients have heads of their own (keep=)
             cohort.ask("adjust", after.message(stage=PERSONAL, extra=message.extra))
