@@ -41,6 +41,7 @@ SOURCES = (
 )
 
 
+MOST_NAMED = 8  # private parameters of a method
 TUPLES = ("choices", "traits", "decisive")  # entries of a key that are lists in JSON
 
 
@@ -204,6 +205,7 @@ def private_and_upload(r: recipe.Recipe, known: dict[str, dict[str, PartInfo]]) 
     task = Task(tuple(map(str, range(10))), torch.zeros(10, 512), 512, 100.0)
     adapter, local, merge = made
     method = Method.build(adapter, local, merge, task)
-    private = dict.fromkeys("a copy" if k.startswith(COPY) else k for k in method.newcomer)
+    private = list(dict.fromkeys("a copy" if k.startswith(COPY) else k for k in method.newcomer))
+    private = private if len(private) <= MOST_NAMED else [*private[:2], f"and {len(private) - 2} more"]
     size = (nbytes(method.initial) + method.upload_bytes * method.trains) / 1e3
     return ", ".join(private) or "–", f"{size:.3g}" if size < 1000 else f"{float(f'{size:.3g}'):,.0f}"
