@@ -246,9 +246,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         print(f"fedvlm: {shown(error)}", file=sys.stderr)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         on = f"; continue with: {shell_line(['fedvlm', *words])}" if args.command in GOES_ON else ""
-        print(f"\nfedvlm: stopped; everything written so far is kept{on}", file=sys.stderr)
+        print(f"\nfedvlm: {str(stop) or 'stopped; everything written so far is kept'}{on}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

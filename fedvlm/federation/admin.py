@@ -22,7 +22,9 @@ from fedvlm.config.config import Setup
 from fedvlm.core.records import RoundRecord, RunRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.federation.plan import FETCHED, LEFT_OUT, ROUNDS, Plan
+from fedvlm.federation.provision import open_kit
 from fedvlm.federation.status import WAITING, Unreachable, session
+from fedvlm.privacy.secure.sums import needs_replies
 from fedvlm.system import allowed, console, files
 from fedvlm.system.machine import runs_home
 from fedvlm.system.names import file_name
@@ -33,6 +35,7 @@ REJOIN = 20.0  # seconds that a connected site may be missing in a job before it
 JOBS = 20  # for one run, at most
 LOST = 600.0  # seconds that the server may be away
 BACK = 60.0  # seconds for which sites that took part are waited for when a job is submitted anew
+LARGEST_DELTA = 0.01  # that is taken without being given
 ENDED = ("FINISHED", "FAILED", "ABORTED", "ABANDONED", "STOPPED")
 
 OnRound = Callable[[RoundRecord], None]
@@ -47,7 +50,7 @@ class Followed(NamedTuple):
 
 def run_on_sites(setup: Setup, on_round: OnRound, out: Path | None = None) -> RunFolder:
     """The finished run, fetched to `out` or to its usual place."""
-    refuse_keys(setup)
+    planned(setup)  # what cannot be is refused before the server is asked
     kit = allowed.absolute(setup.config.federation)
     given = out or (Path(setup.config.out) if setup.config.out else None)
     with session(kit) as (flare, about):
@@ -63,7 +66,10 @@ def run_on_sites(setup: Setup, on_round: OnRound, out: Path | None = None) -> Ru
     follower = Follower(kit, plan, folder, on_round)
     for _ in range(JOBS):
         before = follower.seen
-        ended = follower.job()
+        try:
+            ended = follower.job()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"{name} goes on at the server of {plan.federation}") from None
         if (folder / "run.json").exists() and follower.run.done:
             return follower.run
         if ended.error:
@@ -84,6 +90,27 @@ def refuse_keys(setup: Setup) -> None:
     for text in given:
         if text != "partition=domain":  # the default means the same here
             raise FedvlmError(f"{text} does not go with federation=: each site is one client, and has its own data")
+    if config.secure and (reason := needs_replies(setup.merge)):
+        raise FedvlmError(f"secure=true: the server sees only sums, and merge={setup.parts['merge'].name} {reason}")
+
+
+def refuse_delta(setup: Setup, sites: list[str]) -> None:
+    """An error where dp=client would promise nothing: the default δ of few sites is no small probability."""
+    config, train = setup.config, len({*sites} - {*setup.config.unseen})
+    default = 1 / max(2, train) ** 1.1
+    if config.dp == "client" and not config.delta and default > LARGEST_DELTA:
+        raise FedvlmError(
+            f"dp=client: with {train} sites the default δ of 1/n^1.1 is {default:.2g}, which promises nothing; give "
+            "delta=, such as 1e-5, or use dp=example"
+        )
+
+
+def planned(setup: Setup) -> Plan:
+    """The run as it would be submitted, from the kit alone: nothing is contacted."""
+    refuse_keys(setup)
+    about = open_kit(allowed.absolute(setup.config.federation), "admin")[1]
+    refuse_delta(setup, about.sites)
+    return Plan.of(setup, about.federation, run_name(setup, about.federation, about.sites), about.sites)
 
 
 def sites_of(folder: Path | None, setup: Setup) -> list[str]:

@@ -15,7 +15,7 @@ from fedvlm import api
 from fedvlm.cli import main
 from fedvlm.core.records import RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.federation import admin, start
+from fedvlm.federation import admin, provision, start
 from fedvlm.federation.plan import Plan
 from fedvlm.report.page import run_facts
 from fedvlm.report.tables import table_notes
@@ -71,6 +71,7 @@ def test_a_run_that_is_resumed_is_the_one_that_was_begun(begun, tmp_path, monkey
         yield late, SimpleNamespace(sites=sites[:1], federation="hearts")
 
     monkeypatch.setattr(admin, "session", session)
+    monkeypatch.setattr(admin, "open_kit", lambda kit, kind: (None, SimpleNamespace(sites=sites, federation="hearts")))
     monkeypatch.setattr(admin.Follower, "job", job)
     for chosen, out in ((setup, None), (again, begun)):
         with pytest.raises(FedvlmError, match="seen"):
@@ -79,6 +80,47 @@ def test_a_run_that_is_resumed_is_the_one_that_was_begun(begun, tmp_path, monkey
     other = asked(tmp_path / "admin.zip", out=str(begun), rounds="2")
     with pytest.raises(FedvlmError, match="holds another run; choose another out="):
         admin.run_on_sites(other, lambda record: None)
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch) -> Path:
+    """The kit of who starts runs, of a federation of three sites."""
+    pytest.importorskip("nvflare")
+    monkeypatch.setattr(admin, "session", lambda kit: pytest.fail("it was contacted"))
+    provision.new_federation(["north", "south", "west"], "hearts", "localhost", 8102, tmp_path / "kits")
+    return tmp_path / "kits" / "admin.zip"
+
+
+def test_dry_submits_nothing(kit, capsys):
+    assert main(["run", "fedot", "rounds=10", "unseen=west", f"federation={kit}", "--dry"]) == 0
+    said = capsys.readouterr().out
+    assert "north" in said and "held out" in said and "10 rounds" in said and "nothing was submitted" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (["dp=client", "epsilon=8"], "with 3 sites the default δ of 1/n^1.1 is 0.3, which promises nothing"),
+        (["secure=true", "cosine=true"], "compares single clients with cosine=true; give cosine=false"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_submitted(kit, keys, why, capsys):
+    for more in ([], ["--dry"]):
+        assert main(["run", "fedavg", *keys, f"federation={kit}", *more]) == 1
+        assert why in capsys.readouterr().err
+    assert main(["run", "fedavg", "dp=client", "epsilon=8", "delta=1e-5", f"federation={kit}", "--dry"]) == 0
+
+
+def test_ctrl_c_says_that_the_run_goes_on(kit, monkeypatch, capsys):
+    def stopped(follower):
+        raise KeyboardInterrupt
+
+    here = SimpleNamespace(get_connected_client_list=lambda: [SimpleNamespace(name="noto")])
+    about = SimpleNamespace(sites=["noto"], federation="hearts")
+    monkeypatch.setattr(admin, "session", lambda kit: contextlib.nullcontext((here, about)))
+    monkeypatch.setattr(admin.Follower, "job", stopped)
+    assert main(["run", "fedot", "rounds=1", f"federation={kit}"]) == 130
+    assert "goes on at the server of hearts; continue with: fedvlm run fedot" in capsys.readouterr().err
 
 
 def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatch, capsys):
