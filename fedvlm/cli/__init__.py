@@ -69,6 +69,7 @@ WITH_BACKBONE = Argument(
     "--with-backbone", {"action": "store_true", "help": "copy the backbone's files into the folder"}
 )
 ONNX = Argument("--onnx", {"action": "store_true", "help": "also write image encoder and adapter as one ONNX file"})
+WATCH, DECIDE = ("status", "runs", "logs"), ("stop", "resume", "forget", "exclude", "admit")
 DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
 COMMANDS = {
     "demo": Command("compare five methods on bundled images, in a minute or two", (PAIRS, CSV)),
@@ -180,10 +181,11 @@ COMMANDS = {
         ),
     ),
     "federation": Command(
-        "set up a federation across machines: make kits (init), add a site (add), list connected sites (status)",
+        "make the kits of a federation (init, add), look at its sites and runs (status, runs, logs), and decide about "
+        "them (stop, resume, forget a run; exclude, admit a site)",
         (
-            Argument("what", {"choices": ("init", "add", "status")}),
-            Argument("words", {"nargs": "*", "metavar": "SITE|KIT|key=value"}),
+            Argument("what", {"choices": ("init", "add", *WATCH, *DECIDE)}),
+            Argument("words", {"nargs": "*", "metavar": "SITE|KIT|RUN|key=value"}),
         ),
     ),
     "serve": Command("run a federation's server: home= backbone=", (KIT, PAIRS)),
@@ -221,7 +223,7 @@ first steps:
   fedvlm run fedot --help                             every key of a method
 """
 GOES_ON = ("demo", "run", "bench", "choose", "resume")  # commands that, given again, go on where they stopped
-AS_JSON = ("compare", "ls", "show", "choose")
+AS_JSON = ("compare", "ls", "show", "choose", "federation")
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 

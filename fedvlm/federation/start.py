@@ -28,12 +28,12 @@ from filelock import FileLock, Timeout
 
 from fedvlm.errors import FedvlmError
 from fedvlm.federation.provision import ORGANISATION, Kind, nvflare, open_kit, write_json, write_settings
-from fedvlm.federation.settings import About
+from fedvlm.federation.settings import SERVER_HOME, About
 from fedvlm.system import console, files
 from fedvlm.system.machine import data_home
 
 # variables that the processes of jobs inherit
-SITE_HOME, SERVER_HOME, SERVER_BACKBONE = "FEDVLM_SITE", "FEDVLM_HOME", "FEDVLM_BACKBONE"
+SITE_HOME, SERVER_BACKBONE = "FEDVLM_SITE", "FEDVLM_BACKBONE"
 ABOUT_SITE = "site.json"  # in a site's home
 LOG, CONSOLE = "log.txt", "console.txt"  # NVFlare's log, and what it prints beside it (the reason why it cannot start)
 STARTS, WITHIN = 5, 300.0  # so many starts in so many seconds, and it is given up
@@ -46,6 +46,7 @@ TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
     "server": [
         (re.compile(r"Server started"), "listening at {host}:{port}; Ctrl-C ends it"),
         (re.compile(r"Client: New client (?P<who>[\w-]+)@\S+ joined"), "{who} has joined"),
+        (re.compile(r" - INFO - .*keeper: (?P<what>.*)"), "{what}"),
     ],
     "site": [
         (

@@ -24,7 +24,7 @@ from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
 from fedvlm.federation import provision, start
 from fedvlm.federation.provision import ABOUT, ROOT_KEY, open_kit
-from fedvlm.federation.settings import CLASSES, LONGEST_MESSAGE, About, kit_settings
+from fedvlm.federation.settings import CLASSES, KEEP, LONGEST_MESSAGE, LOOK, About, kit_settings
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and rights of POSIX")
 SITES = ["north", "south"]
@@ -130,9 +130,17 @@ def test_nvflare_takes_the_policies(made):
         user = Person("admin@fedvlm.local", "fedvlm", role)
         return authorizer.authorize(AuthzContext(right=right, user=user, submitter=user))[0]
 
-    assert all(map(may, ["submit_job", "abort_job", "check_status", "list_jobs", "download_job", "app_command"]))
+    assert all(map(may, ["submit_job", "abort_job", "check_status", "list_jobs", "download_job", LOOK, KEEP]))
     refused = ["byoc", "ls", "cat", "pwd", "head", "tail", "grep", "report_env", "sys_info", "shutdown", "restart"]
-    refused += ["show_errors", "configure_site_log", "configure_job_log", "call", "anything_new", "delete_workspace"]
+    refused += [
+        "show_errors",
+        "configure_site_log",
+        "configure_job_log",
+        "call",
+        "anything_new",
+        "delete_workspace",
+        "app_command",
+    ]
     assert not any(map(may, refused))
     assert not any(may(r, role) for r in ("submit_job", "check_status", "byoc") for role in ("lead", "org_admin"))
 
@@ -178,13 +186,11 @@ def test_settings_hold_what_nvflare_would_write(name, kind, tmp_path):
     )
     known = json.loads(text)
     assert ours["local/resources.json"].keys() == known.keys()
-    kept = {c["id"]: c["path"] for c in known["components"]}
+    kept = {c["id"]: c["path"] for c in known["components"]} | {"keeper": "fedvlm.federation.keeper.Keeper"}
     for part in ours["local/resources.json"]["components"]:
         assert part["path"] in (kept[part["id"]], "fedvlm.federation.comeback.Launcher")
-    assert kept.keys() - {c["id"] for c in ours["local/resources.json"]["components"]} <= {
-        "site_log_streamer",
-        "log_receiver",
-    }
+    left = kept.keys() - {c["id"] for c in ours["local/resources.json"]["components"]}
+    assert left <= {"site_log_streamer", "log_receiver"} | ({"keeper"} if kind == "site" else set())
 
 
 def test_no_kit_names_a_path_of_the_machine_where_it_was_made(made):
@@ -216,6 +222,7 @@ def test_names_that_are_refused(site, tmp_path):
         (["add"], "name the site"),
         (["add", "west", "in=nowhere"], "nowhere holds no federation"),
         (["status"], "give the kit"),
+        (["stop", "admin.zip"], "give the kit that starts runs and a RUN: fedvlm federation stop admin.zip RUN"),
         (["status", "nowhere.zip"], "nowhere.zip is not a kit"),
         (["status", "a.zip", "x=1"], "x="),
     ],
@@ -406,6 +413,12 @@ def test_the_log_in_plain_words(kits):
     party.tell(said.append)
     party.tell(said.append)
     assert said[2:] == ["north has joined"]
+    healed = "fedot-hearts: waiting: the job ended (FINISHED:ABNORMAL); the run goes on from round 7"
+    log.write_text(f"2026 - Keeper - INFO - [run=?] - keeper: {healed}\n" * 2 + "x\n" * 99, encoding="utf-8")
+    party.read = 0
+    party.tell(said.append)
+    assert said[3:] == [healed] * 2
+    del said[3:]
     log.write_text("2026 - root - INFO - Server started\n", encoding="utf-8")  # a new file was begun
     party.tell(said.append)
     assert said[3:] == ["listening at localhost:8102; Ctrl-C ends it"]
@@ -559,7 +572,7 @@ def test_a_server_and_a_site(tmp_path, monkeypatch, capsys):
         read_until(parties["server"], "north has joined")
         assert main(["federation", "status", str(kits / "admin.zip")]) == 0
         out = capsys.readouterr().out
-        assert "north" in out and "no run is under way" in out
+        assert "north" in out and "no run yet" in out
         assert answered(port, kits / "north") and not answered(port, None)
     finally:
         for party in parties.values():
