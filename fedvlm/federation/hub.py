@@ -68,7 +68,7 @@ SITES = "sites.json"  # in a run's folder: what each site said when it began
 MOST = 1 << 24  # bytes of an answer to look or begin
 MARK = 64  # characters of a site's mark
 MOST_SAID = 200  # characters of what a site says of its processor
-ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
+ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data, where the others wait for it
 
 Answer = TypeVar("Answer", Hello, SiteReady)
 
@@ -154,6 +154,7 @@ class Play:
     def __init__(self, plan: Plan, links: Links, folder: Path, status: Status):
         self.plan, self.links, self.folder, self.status = plan, links, folder, status
         status.links = links
+        links.rests.say = lambda name, why: self.leave_out(name, why, for_good=False)
         self.setup = plan.setup()
         self.heard: list[Heard] = []
 
@@ -221,7 +222,8 @@ class Play:
         agreed = Agreed(0, list(task.classes), list(task.nouns))
         self.links.agreement = self.plan.agreement(agreed)
         frames = {n: packed_record(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}
-        found = self.ask(BEGIN, frames, SiteReady, ENCODING)
+        config = self.setup.config
+        found = self.ask(BEGIN, frames, SiteReady, ENCODING, config.quorum, 60 * config.start_timeout)
         for name, ready in list(found.items()):
             fits = len(ready.counts) == 3 and all(0 <= n < 1 << 40 for n in ready.counts) and len(ready.mark) <= MARK
             if not fits:
@@ -262,9 +264,17 @@ class Play:
         self.heard = [Heard(name, FINISH, round, a) for name, a in answers.items() if readable(a)]
         self.keep(run, {})
 
-    def ask(self, step: str, parts: dict[str, Any], kind: type[Answer], seconds: float) -> dict[str, Answer]:
+    def ask(
+        self,
+        step: str,
+        parts: dict[str, Any],
+        kind: type[Answer],
+        seconds: float,
+        quorum: float = 1.0,
+        grace: float = 0.0,
+    ) -> dict[str, Answer]:
         found: dict[str, Answer] = {}
-        for name, answer in self.ask_raw(step, parts, seconds).items():
+        for name, answer in self.ask_raw(step, parts, seconds, 0, quorum, grace).items():
             if isinstance(answer, Silence):  # it may come, or come back
                 trouble = self.links.trouble.get(name)
                 self.leave_out(name, f"{answer} ({trouble})" if trouble else answer.value, for_good=False)
@@ -279,11 +289,14 @@ class Play:
                 self.leave_out(name, str(error))
         return found
 
-    def ask_raw(self, step: str, parts: dict[str, Any], seconds: float, round: int = 0) -> dict[str, bytes | Silence]:
+    def ask_raw(
+        self, step: str, parts: dict[str, Any], seconds: float, round: int = 0, quorum: float = 1.0, grace: float = 0.0
+    ) -> dict[str, bytes | Silence]:
         self.links.tickets += 1
         ticket = self.links.tickets
         frames = {n: pack(Header(step, round, 0, ticket), p) for n, p in parts.items()}
-        return self.links.exchange(frames, dict.fromkeys(frames, MOST), ticket, seconds, 1.0, seconds)
+        most = dict.fromkeys(frames, MOST)
+        return self.links.exchange(frames, most, ticket, seconds, quorum, grace, lasting=step == BEGIN)
 
     def leave_out(self, name: str, reason: str, for_good: bool = True) -> None:
         text = f"{name} {LEFT_OUT}: {printable(reason, 300)}"

@@ -197,6 +197,7 @@ class Keeper(FLComponent):  # type: ignore[misc]
         absent = {*last.get("missing", [])} if last.get("round", -1) > run.round else set()
         absent |= {*told.get("silent", [])}
         waiting = (absent & self.connected()) - {*last.get("quarantined", [])} - {*told.get("left_out", {})}
+        waiting -= {*told.get("encoding", {})}  # the others began without it; what it encodes is not done twice
         now = time.monotonic()
         others = {key: since for key, since in self.missing.items() if key[0] != run.name}
         self.missing = others | {(run.name, s): self.missing.get((run.name, s), now) for s in waiting}

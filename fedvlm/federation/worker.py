@@ -9,6 +9,7 @@ and writes nothing any more; one whose parent is gone ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -362,6 +363,11 @@ def told(error: Exception, step: str, rehearsal: bool = False) -> str:
     if isinstance(error, Refused | BadMessage) and not {"/", "\\"} & set(text := str(error)):
         return printable(text, SAID)
     print(f"{step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    chain = (error, error.__cause__)
+    if any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in chain):
+        return "its disk is full"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "its memory is full"
     return "failed (the site's log says more)"
 
 

@@ -3,6 +3,7 @@ calls that NVFlare would carry made directly. The real thing is test_provision.p
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
@@ -25,7 +26,9 @@ from fedvlm.federation import agent, hub, ledger, site, wire
 from fedvlm.federation.admin import run_name
 from fedvlm.federation.links import Links
 from fedvlm.federation.plan import Agreed, Plan, SiteReady, packed_record, unpacked_record
+from fedvlm.federation.remote import Silence
 from fedvlm.federation.wire import Header, octets, pack, unpack
+from fedvlm.federation.worker import told
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
@@ -385,6 +388,89 @@ def test_a_site_whose_relay_returns_nonsense_has_sent_something_unreadable(answe
     links = Links("run", {"north": Relay()})
     assert links.exchange({"north": b"frame"}, {"north": 100_000}, 1, 5.0, 1.0, 5.0) == {"north": b""}
     links.close()
+
+
+class Sick:
+    """A site whose agent dies at every request, or that does not answer."""
+
+    def __init__(self, **answer):
+        self.found, self.asked = answer, 0
+
+    def __call__(self, timeout):
+        return self
+
+    def ping(self):
+        return bool(self.found)
+
+    def ask(self, *args):
+        self.asked += 1
+        if not self.found:
+            raise TimeoutError
+        return self.found
+
+
+DONE = {"state": site.DONE, "size": 1, "part": b"x"}
+
+
+def exchange(links: Links, ticket: int, quorum: float = 0.5) -> dict:
+    names = list(links.sites)
+    return links.exchange(dict.fromkeys(names, b"frame"), dict.fromkeys(names, 100), ticket, 5.0, quorum, 1.0)
+
+
+def test_a_sick_site_is_not_asked_for_a_while_and_then_for_longer():
+    now, said = [1000.0], []
+    sick = Sick(state=site.DIED, why=site.FULL)
+    links = Links("run", {"north": Sick(**DONE), "south": Sick(**DONE), "west": sick})
+    links.rests.clock, links.rests.say = lambda: now[0], lambda name, why: said.append((name, why))
+    found = [exchange(links, k)["west"] for k in range(1, 6)]
+    assert found == [Silence.DIED] * 3 + [Silence.RESTS] * 2 and sick.asked == 3
+    assert said == [("west", "its process ended twice (its disk is full), 3 times; it is asked again in 60 s")]
+    now[0] += 61
+    assert [exchange(links, k)["west"] for k in (6, 7)] == [Silence.DIED, Silence.RESTS]
+    now[0] += 61
+    assert exchange(links, 8)["west"] is Silence.RESTS  # it rests for longer
+    now[0] += 60
+    sick.found = DONE
+    assert exchange(links, 9)["west"] == b"x"
+    links.close()
+
+
+def test_nobody_rests_whom_the_round_needs():
+    links = Links("run", {"north": Sick(**DONE), "south": Sick(state=site.DIED)})
+    assert [exchange(links, k, quorum=1.0)["south"] for k in range(1, 6)] == [Silence.DIED] * 5
+    links.close()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "only_server", lambda: None)
+    one = site.Site()
+    one.home = tmp_path
+
+    def full(home, content=b""):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(site, "Spool", full)
+    assert one.ask("run", 1, b"frame", 0.0) == {"state": site.DIED, "why": "its disk is full"}
+    error = FedvlmError("cannot be written")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert told(error, "train") == "its disk is full" and told(MemoryError(), "train") == "its memory is full"
+
+
+def test_a_site_that_takes_long_to_begin_does_not_hold_up_the_others(federation, monkeypatch):
+    """Once quorum= of the sites are ready; it goes on encoding, and is not taken for sick."""
+    slow, begin = threading.Event(), agent.Agent.begin
+
+    def late(self, agreed):
+        if self.about.site == "twemoji":
+            slow.wait(60)
+        return begin(self, agreed)
+
+    monkeypatch.setattr(agent.Agent, "begin", late)
+    sites = federation()
+    run = sites.play(sites.plan("fedavg", start_timeout=0.01, timeout=5, grace=1))
+    assert "twemoji does not take part: no answer in time" in sites.status.said
+    assert run.done and run.rounds()[-1]["missing"] == ["twemoji"] and not sites.status.left_out
+    slow.set()
 
 
 class Slow(InProcess):
