@@ -81,6 +81,7 @@ class ClientRecord:
     first: int = 0  # the place of its first example in the pool
     backbone: str = ""
     threads: int = 1
+    device: str = "cpu"  # where it trains
     privacy: dict[str, float | str] | None = None  # dp=
     secret: str = ""  # dp=: in hexadecimal, random and this client's own; "": made of the seed (a simulation)
     ledger: str = ""  # the file; "": in this folder
@@ -174,7 +175,7 @@ class SiteClient:
             files.write(folder / EPOCH, str(self.epoch).encode(), private=True)
         self.diary = Diary(folder, sync=bool(about.ledger))  # nobody else writes it from here on
         self.engine = Stacked(
-            method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
+            method, data, 1, folder / "rows.bin", self._warn, about.device, self.only_process, name=lambda _: about.name
         )
 
     @staticmethod
@@ -263,7 +264,7 @@ class SiteClient:
             if about.budget and about.release and step == "train":
                 about.budget.spend(header.round, asked, about.release)
             key = hmac.digest(bytes.fromhex(about.secret), asked.encode(), "sha256")
-            self.engine.method = replace(self.method, privacy=replace(privacy, secret=key))
+            self.engine.method = replace(self.engine.method, privacy=replace(privacy, secret=key))
         schema = STEPS[step].schema(self.method, self.engine.data.extras)
         if step == "score" and not any(about.scored):  # without a look at the data
             reply = Reply(np.array([0]), {k: torch.zeros(1, *f.shape) for k, f in schema.values.items()})

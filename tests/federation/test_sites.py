@@ -21,8 +21,8 @@ from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
-from fedvlm.errors import FedvlmError
-from fedvlm.federation import agent, hub, ledger, site, wire
+from fedvlm.errors import FedvlmError, Refused
+from fedvlm.federation import agent, hub, ledger, site, wire, worker
 from fedvlm.federation.admin import run_name
 from fedvlm.federation.links import Links
 from fedvlm.federation.plan import Agreed, Plan, SiteReady, packed_record, unpacked_record
@@ -283,6 +283,24 @@ def begun(sites: Sites, style: str, plan: Plan) -> tuple[agent.Agent, SiteReady]
     header, parts = unpack(answer(one, pack(Header("begin"), packed_record(agreed))))
     assert not header.error
     return one, unpacked_record(SiteReady, parts)
+
+
+def test_a_site_says_where_it_trains(federation, monkeypatch):
+    """Not with a GPU, which no machine of these tests has: where the method and the examples would go."""
+    sites = federation(rules={"noto": "device: cuda\n", "openmoji": "device: cpu\n"})
+    plan = sites.plan("promptfl", device="cpu")  # the server's key is not the site's
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    one = agent.Agent(sites.place / "noto", plan.name)
+    one.look(plan)
+    with pytest.raises(Refused, match="device=cuda: torch finds no GPU here; give device=cpu"):
+        one.begin(Agreed(0, list(CLASSES), []))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    places = []
+    monkeypatch.setattr(worker, "Stacked", lambda *args, **keys: places.append(args[5]))
+    monkeypatch.setattr(agent, "described_arithmetic", str)
+    for style in STYLES:  # twemoji: auto
+        begun(sites, style, plan)
+    assert places == ["cuda", "cpu", "cuda"]
 
 
 def test_noise_has_another_secret_in_every_run_and_for_other_data(federation):
