@@ -188,9 +188,9 @@ COMMANDS = {
             Argument("words", {"nargs": "*", "metavar": "SITE|KIT|RUN|key=value"}),
         ),
     ),
-    "serve": Command("run a federation's server: home= backbone=", (KIT, PAIRS)),
+    "serve": Command("run a federation's server: home= backbone= health=", (KIT, PAIRS)),
     "join": Command(
-        "run a site of a federation: data= backbone= rules= home=",
+        "run a site of a federation: data= backbone= rules= home= health=",
         (KIT, PAIRS, Argument("--check", {"action": "store_true", "help": "only say what could leave by its rules"})),
     ),
     "ledger": Command(

@@ -30,12 +30,13 @@ from nvflare.private.fed.server.job_cmds import CLONED_META_KEYS
 from nvflare.private.fed.server.server_cmd_modules import ServerCommandModules
 
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.federation.settings import KEEP, LOOK, SERVER_HOME, status_file
+from fedvlm.federation.settings import KEEP, LOOK, OVERVIEW, SERVER_HOME, status_file
 from fedvlm.system import files
 from fedvlm.system.names import file_name, printable
 
 TABLE = "runs.json"  # in the server's home
 TICK = 1.0  # seconds between two looks at the runs
+SEEN = 5.0  # seconds between two overviews for `/health`
 FRESH = 30.0  # seconds since a site was heard for which it counts as connected
 BACK = 60.0  # seconds for which sites that took part are waited for before a job is submitted anew
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before the job is ended for it, the first time
@@ -85,10 +86,14 @@ class Keeper(FLComponent):  # type: ignore[misc]
         return self.engine.job_def_manager
 
     def keep(self) -> None:
+        seen = 0.0
         while True:
             try:
                 with self.engine.new_context() as ctx:
                     self.look(ctx)
+                if time.monotonic() - seen > SEEN:
+                    files.write(self.home / OVERVIEW, json.dumps(self.overview()), private=True)
+                    seen = time.monotonic()
             except Exception as error:  # a full disk: the next look may succeed
                 self.logger.error(f"keeper: {type(error).__name__}: {printable(error)}")
             time.sleep(TICK)

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from typing import Literal
 import fedvlm
 from fedvlm.core.records import build, parsed, read_text
 from fedvlm.errors import FedvlmError
+from fedvlm.federation.health import end_of
 from fedvlm.federation.settings import About, kit_settings
 from fedvlm.system import files
 from fedvlm.system.names import RESERVED
@@ -204,7 +205,7 @@ def prepare_kit(folder: Path, federation: KeptFederation, name: str) -> None:
             path.unlink()
     own = folder / "startup" / ("server.crt" if kind == "server" else "client.crt")
     mark = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
-    ends = (datetime.now(UTC) + timedelta(days=KIT_DAYS)).date().isoformat()
+    ends = nvflare("lighter.utils").load_crt_bytes(own.read_bytes()).not_valid_after_utc.isoformat()
     at = (federation.name, federation.host, federation.port)
     about = About(kind, name, *at, ends, mark, fedvlm.__version__, federation.sites if kind == "admin" else [])
     write_json(folder / ABOUT, asdict(about))
@@ -281,7 +282,7 @@ def open_kit(name: str, kind: Kind) -> tuple[Path, About]:
         raise FedvlmError(
             f"{name} is the kit of {about.kind} {about.name}, for `{use}`; this needs the kit of a {kind}"
         )
-    if about.ends < datetime.now(UTC).date().isoformat():
+    if end_of(about) < datetime.now(UTC):
         raise FedvlmError(
             f"{name}: its certificate ended on {about.ends}; ask for a new kit (`fedvlm federation add {about.name}`)"
         )

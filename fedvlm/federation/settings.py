@@ -10,6 +10,7 @@ from pathlib import Path
 LONGEST_MESSAGE = 1 << 30  # bytes; larger ones are refused before memory is taken for them
 MOST_SITES = 10_000
 SERVER_HOME = "FEDVLM_HOME"  # a variable of the server's processes, set by `fedvlm serve`
+OVERVIEW = "overview.json"  # in a server's home: sites and runs, as its keeper last saw them
 LOOK, KEEP = (
     "fedvlm_look",
     "fedvlm_keep",

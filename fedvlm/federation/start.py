@@ -27,8 +27,9 @@ from typing import Any, cast
 from filelock import FileLock, Timeout
 
 from fedvlm.errors import FedvlmError
+from fedvlm.federation.health import Health, answering, look
 from fedvlm.federation.provision import ORGANISATION, Kind, nvflare, open_kit, write_json, write_settings
-from fedvlm.federation.settings import SERVER_HOME, About
+from fedvlm.federation.settings import OVERVIEW, SERVER_HOME, About
 from fedvlm.system import console, files
 from fedvlm.system.machine import data_home
 
@@ -57,18 +58,21 @@ TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
 }
 
 
-def serve_federation(kit: str, home: str = "", backbone: str = "") -> None:
-    """Runs a federation's server until it is stopped. `backbone`: the server's own copy; without, the one of each run."""
+def serve_federation(kit: str, home: str = "", backbone: str = "", health: str = "") -> None:
+    """Runs a federation's server until it is stopped. `backbone`: the server's own copy; without, the one of each run.
+    `health`: [HOST:]PORT for `/health` and `/metrics`."""
     folder, about = open_kit(kit, "server")
     place = home_of(about, home)
     given = {SERVER_HOME: str(place)} | ({SERVER_BACKBONE: own_backbone(backbone)} if backbone else {})
     files.private_folder(place / "runs")
     free_port(about)
     console.line(f"server of {about.federation}: runs go to {place / 'runs'}, NVFlare's log to {folder / LOG}")
-    Party(folder, about, given).run(console.line)
+    Party(folder, about, given, health).run(console.line)
 
 
-def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "", check: bool = False) -> None:
+def join(
+    kit: str, data: str, backbone: str, rules: str = "", home: str = "", health: str = "", check: bool = False
+) -> None:
     """Runs a site until it is stopped. That the data can be read and the backbone loaded is checked before. `check`: only
     says what could leave."""
     folder, about = open_kit(kit, "site")
@@ -85,7 +89,7 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "", ch
     console.line(f"{about.name}: its state and its ledger are in {place}, NVFlare's log is {folder / LOG}")
     if not reachable(about):
         console.line(f"{about.host}:{about.port} does not answer; {about.name} joins as soon as it does")
-    Party(folder, about, {SITE_HOME: str(place)}).run(console.line)
+    Party(folder, about, {SITE_HOME: str(place)}, health).run(console.line)
 
 
 def checked_site(about: About, data: str, backbone: str, rules: str) -> dict[str, str]:
@@ -146,7 +150,7 @@ def reachable(about: About) -> bool:
 class Party:
     """NVFlare's process of a server or a site, and those that it starts for jobs."""
 
-    def __init__(self, folder: Path, about: About, environment: dict[str, str]):
+    def __init__(self, folder: Path, about: About, environment: dict[str, str], health: str = ""):
         nvflare("apis")  # an error says what is missing before anything is started
         for path in (str(folder), sys.executable):
             if shlex.split(path) != [path]:
@@ -154,13 +158,14 @@ class Party:
                     f"NVFlare cannot start jobs from {path}: it takes no spaces, quotes or backslashes; move it (on "
                     "Windows, use WSL)"
                 )
-        self.folder, self.about, self.environment = folder, about, environment
+        self.folder, self.about, self.environment, self.health = folder, about, environment, health
+        self.restarts, self.told = 0, set[str]()
         self.process: subprocess.Popen[bytes] | None = None
         self.read = 0  # bytes of the log
 
     def run(self, say: Callable[[str], None]) -> None:
         """Supervise the processes until Ctrl-C or a signal to end."""
-        with alone(self.folder), signals() as stopping:
+        with alone(self.folder), answering(self.health, self.look), signals() as stopping:
             starts: deque[float] = deque(maxlen=STARTS)
             try:
                 while not stopping.is_set():
@@ -168,6 +173,7 @@ class Party:
                     self.start()
                     while self.alive and not stopping.wait(TICK):
                         self.tell(say)
+                        self.warn(say)
                     if stopping.is_set():
                         break
                     self.tell(say)
@@ -177,6 +183,7 @@ class Party:
                             f"{self.folder / LOG} or {self.folder / CONSOLE}"
                         )
                     say("NVFlare's process ended by itself; it is started again")
+                    self.restarts += 1
                     self.stop()
                     stopping.wait(PAUSE)
             finally:
@@ -190,6 +197,8 @@ class Party:
     def start(self) -> None:
         end(self.processes())  # of an earlier start that was killed
         write_settings(self.folder, self.about, self.folder)
+        if self.about.kind == "server":
+            files.write(self.home / OVERVIEW, "{}", private=True)  # what the keeper wrote before is of another process
         log = self.folder / LOG
         self.read = log.stat().st_size if log.exists() else 0
         call = [sys.executable, "-m", MODULE, self.about.kind, str(self.folder), self.about.name, str(os.getpid())]
@@ -215,6 +224,23 @@ class Party:
             for pattern, words in TOLD[cast(Kind, self.about.kind)]:
                 if match := pattern.search(line):
                     say(words.format(**asdict(self.about), **match.groupdict()))
+
+    def look(self) -> Health:
+        return look(self.about, self.home, self.alive, self.restarts)
+
+    @property
+    def home(self) -> Path:
+        return Path(self.environment.get(SITE_HOME) or self.environment.get(SERVER_HOME) or self.folder)
+
+    def warn(self, say: Callable[[str], None]) -> None:
+        """Says what is wrong, once; an error where the certificate ended, since no new start would help."""
+        found = look(self.about, self.home, True, self.restarts)
+        if found.certificate_days <= 0:
+            raise FedvlmError(f"{self.about.name}: {found.faults[0]}")
+        now = {*found.faults, *found.warnings}
+        for text in sorted(now - self.told):
+            say(text)
+        self.told = now
 
     def new_lines(self) -> list[str]:
         try:

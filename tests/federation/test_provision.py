@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import ssl
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import zipfile
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +27,7 @@ from cryptography.x509.oid import NameOID
 
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
-from fedvlm.federation import provision, start
+from fedvlm.federation import health, provision, start
 from fedvlm.federation.provision import ABOUT, ROOT_KEY, open_kit
 from fedvlm.federation.settings import CLASSES, KEEP, LONGEST_MESSAGE, LOOK, About, kit_settings
 
@@ -94,7 +99,7 @@ def test_certificates_name_their_party_and_are_signed_by_the_root(made):
         found.verify_directly_issued_by(root)
         named = provision.USER if kind == "admin" else name
         assert found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value == named
-        assert found.not_valid_after_utc.date().isoformat() == setting(made / f"{name}.zip", ABOUT)["ends"]
+        assert found.not_valid_after_utc.isoformat() == setting(made / f"{name}.zip", ABOUT)["ends"]
 
 
 @pytest.mark.parametrize("name", ["server", "north"])
@@ -321,6 +326,65 @@ def test_a_kit_without_its_description_or_after_its_time(made, tmp_path):
     old = changed(made / "north.zip", tmp_path / "old.zip", **{ABOUT: json.dumps(about).encode()})
     with pytest.raises(FedvlmError, match=r"ended on 2020-01-01; .*federation add north"):
         open_kit(str(old), "site")
+    just = about | {"ends": (datetime.now(UTC) - timedelta(seconds=1)).isoformat()}  # on its last day
+    with pytest.raises(FedvlmError, match="federation add north"):
+        open_kit(str(changed(made / "north.zip", tmp_path / "just.zip", **{ABOUT: json.dumps(just).encode()})), "site")
+
+
+@pytest.mark.parametrize(("days", "said"), [(31, []), (29.5, ["the certificate ends on "])])
+def test_the_end_of_a_certificate_is_told_before(kits, days, said):
+    folder, about = open_kit(str(kits / "north.zip"), "site")
+    about = replace(about, ends=(datetime.now(UTC) + timedelta(days=days)).isoformat())
+    party, told = start.Party(folder, about, {}), []
+    for _ in range(2):
+        party.warn(told.append)
+    assert [t[:24] for t in told if "certificate" in t] == said  # once
+
+
+def test_a_certificate_that_ends_while_a_site_runs_is_told_and_nothing_is_started_again(kits):
+    folder, about = open_kit(str(kits / "north.zip"), "site")
+    party = start.Party(folder, replace(about, ends="2020-01-01"), {})
+    with pytest.raises(FedvlmError, match="north: the certificate ended on 2020-01-01: fedvlm federation add north"):
+        party.warn(print)
+
+
+def fetched(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_health_and_metrics(kits, tmp_path):
+    _, about = open_kit(str(kits / "server.zip"), "server")
+    runs = [
+        {"name": "fedot-hearts", "state": "failed", "reason": "too few", "round": 7, "jobs": 2, "missing": ["south"]}
+    ]
+    runs[0]["left_out"] = {"south": "its disk is full"}
+    (tmp_path / health.OVERVIEW).write_text(json.dumps({"sites": {"north": 3.5}, "runs": runs}))
+    port, up = free(), [True]
+    with health.answering(str(port), lambda: health.look(about, tmp_path, up[0], 1)):
+        code, text = fetched(port, "/health")
+        found = json.loads(text)
+        assert code == 200 and found["overview"]["sites"] == {"north": 3.5} and found["faults"] == []
+        assert "run fedot-hearts failed: too few" in found["warnings"]
+        assert "run fedot-hearts: south does not take part: its disk is full" in found["warnings"]
+        code, text = fetched(port, "/metrics")
+        lines = text.splitlines()
+        assert code == 200 and "fedvlm_up{} 1" in lines and 'fedvlm_run_round{run="fedot-hearts"} 7' in lines
+        assert 'fedvlm_site_heard_seconds{site="north"} 3.5' in lines and "fedvlm_restarts_total{} 1" in lines
+        assert all(re.fullmatch(r"fedvlm_[a-z_]+\{.*\} [0-9.e+-]+", line) for line in lines)
+        assert fetched(port, "/runs.json")[0] == 404
+        up[0] = False
+        assert fetched(port, "/health")[0] == 503 and "fedvlm_up{} 0" in fetched(port, "/metrics")[1]
+        up[0] = True
+        os.utime(tmp_path / health.OVERVIEW, (1, 1))
+        assert "the keeper of runs does not work any more" in fetched(port, "/health")[1]
+        with pytest.raises(FedvlmError, match="cannot be listened on"), health.answering(str(port), lambda: None):
+            pass
+    with pytest.raises(urllib.error.URLError):
+        fetched(port, "/health")
 
 
 @pytest.mark.parametrize(
@@ -454,6 +518,7 @@ class Running:
     def __init__(self, kits: Path, **environment: str):
         (kits / "stub_party.py").write_text(STUB, encoding="utf-8")
         self.folder, _ = open_kit(str(kits / "north.zip"), "site")
+        (kits / "home").mkdir(exist_ok=True)
         self.places = {str(self.folder), str(kits / "home")}
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(kits), *filter(None, sys.path)]), **environment}
         pipe, call = subprocess.PIPE, [sys.executable, "-c", RUN, str(self.folder), str(kits / "home")]

@@ -1,4 +1,4 @@
-"""`fedvlm join KIT data=FOLDER [backbone=…] [rules=site.yaml] [home=FOLDER]`"""
+"""`fedvlm join KIT data=FOLDER [backbone=…] [rules=site.yaml] [home=FOLDER] [health=PORT]`"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ KEYS = [
     Key("backbone", "str", Config.backbone),
     Key("rules", "str", ""),
     Key("home", "str", ""),
+    Key("health", "str", ""),
 ]
 
 
