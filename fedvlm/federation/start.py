@@ -19,7 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -83,7 +85,10 @@ def join(
             console.line(sentence)
         return
     place = home_of(about, home)
-    content = checked_site(about, data, backbone, rules)
+    with ProcessPoolExecutor(
+        1, get_context("spawn")
+    ) as own:  # torch goes with that process: a site that waits is small
+        content = own.submit(checked_site, about, data, backbone, rules).result()
     with alone(folder):  # a site that runs keeps its own
         write_json(place / ABOUT_SITE, content)
     console.line(f"{about.name}: its state and its ledger are in {place}, NVFlare's log is {folder / LOG}")
