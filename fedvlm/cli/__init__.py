@@ -181,17 +181,24 @@ COMMANDS = {
         ),
     ),
     "federation": Command(
-        "make the kits of a federation (init, add), look at its sites and runs (status, runs, logs), and decide about "
+        "make the kits of a federation (init, add, sign), look at its sites and runs (status, runs, logs), and decide about "
         "them (stop, resume, forget a run; exclude, admit a site)",
         (
-            Argument("what", {"choices": ("init", "add", *WATCH, *DECIDE)}),
+            Argument("what", {"choices": ("init", "add", "sign", *WATCH, *DECIDE)}),
             Argument("words", {"nargs": "*", "metavar": "SITE|KIT|RUN|key=value"}),
         ),
     ),
     "serve": Command("run a federation's server: home= backbone= health=", (KIT, PAIRS)),
     "join": Command(
         "run a site of a federation: data= backbone= rules= home= health=",
-        (KIT, PAIRS, Argument("--check", {"action": "store_true", "help": "only say what could leave by its rules"})),
+        (
+            KIT,
+            PAIRS,
+            Argument("--check", {"action": "store_true", "help": "only say what could leave by its rules"}),
+            Argument(
+                "--request", {"action": "store_true", "help": "make the site's keys here, and a request of a kit"}
+            ),
+        ),
     ),
     "ledger": Command(
         "list what left a site, or what a run's server received",

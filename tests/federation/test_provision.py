@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -298,6 +299,51 @@ def test_kits_and_words_that_are_refused(command, kit, why, kits, monkeypatch, c
     assert main([command[0], kit, *command[1:]]) == 1
     said = capsys.readouterr().err
     assert why in said and "defect" not in said
+
+
+def test_a_key_that_never_leaves_its_site(made, tmp_path, monkeypatch, capsys):
+    """Request at the site, sign at the office, join; and a renewal with the same keys."""
+    office, site = tmp_path / "office", tmp_path / "site"
+    shutil.copytree(made, office)
+    site.mkdir()
+    monkeypatch.chdir(site)
+    assert (
+        main(["join", "west", "--request"]) == 0
+        and "fedvlm federation sign west.request.zip" in capsys.readouterr().out
+    )
+    keys = {p.name: p.read_bytes() for p in (site / "west" / "startup").glob("*.key")}
+    assert keys.keys() == {"client.key", "server.key"}
+    assert content(site / "west.request.zip").keys() == {"client.csr", "server.csr"}
+    assert b"PRIVATE" not in b"".join(content(site / "west.request.zip").values())
+    if os.name == "posix":
+        assert all(p.stat().st_mode & 0o077 == 0 for p in [site / "west", *(site / "west").rglob("*")])
+    for _ in range(2):
+        assert main(["federation", "sign", "west.request.zip", f"in={office}"]) == 0
+        answer = content(office / "west.zip")
+        assert not [n for n in answer if n.endswith(".key")]
+        (site / "west.zip").write_bytes((office / "west.zip").read_bytes())
+        folder, about = open_kit("west.zip", "site")
+        assert folder == site / "west" and about.name == "west"
+        assert {p.name: p.read_bytes() for p in (folder / "startup").glob("*.key")} == keys
+        for purpose in provision.PURPOSES:
+            ssl.create_default_context().load_cert_chain(
+                folder / f"startup/{purpose}.crt", folder / f"startup/{purpose}.key"
+            )
+        expected = content(made / "north.zip").keys()
+        assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == expected
+    assert provision.read_federation(office).sites == [*SITES, "west"]
+    root = x509.load_pem_x509_certificate((office / "root.crt").read_bytes())
+    x509.load_pem_x509_certificate(answer["startup/client.crt"]).verify_directly_issued_by(root)
+    assert main(["join", "west", "--request"]) == 1 and "west exists" in capsys.readouterr().err
+    (folder / "startup" / "client.key").write_bytes(keys["server.key"])
+    (folder / ABOUT).unlink()
+    with pytest.raises(FedvlmError, match="is another key than the kit is for"):
+        open_kit("west.zip", "site")
+    shutil.rmtree(folder)
+    with pytest.raises(FedvlmError, match=r"client\.key is missing: this kit is for keys that"):
+        open_kit("west.zip", "site")
+    (site / "odd.request.zip").write_bytes(b"nothing")
+    assert main(["federation", "sign", "odd.request.zip", f"in={office}"]) == 1
 
 
 def changed(path: Path, out: Path, **files: bytes | None) -> Path:

@@ -1,4 +1,5 @@
-"""`fedvlm federation init SITE … [name= host= port= out=]`, `federation add SITE … [in=]`, and with the office's kit:
+"""`fedvlm federation init SITE … [name= host= port= out=]`, `federation add SITE … [in=]`,
+`federation sign REQUEST … [in=]`, and with the office's kit:
 `federation runs KIT`, `status KIT [RUN]`, `stop|resume|forget|logs KIT RUN`, `exclude|admit KIT SITE`"""
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SAID = {
 
 def main(args: argparse.Namespace) -> None:
     names, pairs = [w for w in args.words if "=" not in w], [w for w in args.words if "=" in w]
-    known = {"init": init, "add": add, "status": show, "runs": runs, "logs": logs}
+    known = {"init": init, "add": add, "sign": sign, "status": show, "runs": runs, "logs": logs}
     known.get(args.what, partial(decide, args.what))(names, pairs)
 
 
@@ -66,6 +67,14 @@ def add(names: list[str], pairs: list[str]) -> None:
         command = {"server": f"fedvlm serve {kit.name}", "admin": f"fedvlm run METHOD federation={kit}"}
         console.line(f"{kit}: {command.get(kit.stem, f'fedvlm join {kit.name} data=FOLDER')}")
     console.note("hand each kit to its party alone; the server needs nothing new to let a further site in")
+
+
+def sign(requests: list[str], pairs: list[str]) -> None:
+    out = Path(str(values(ADD, pairs)["in"])).expanduser()
+    if not requests:
+        raise FedvlmError(f"give the request: fedvlm federation sign SITE{provision.REQUEST} in=FOLDER")
+    for kit in [provision.sign(Path(request).expanduser(), out) for request in requests]:
+        console.line(f"{kit} goes back to {kit.stem}: fedvlm join {kit.name} data=FOLDER; it holds no key")
 
 
 def show(words: list[str], pairs: list[str]) -> None:
