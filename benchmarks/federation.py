@@ -514,7 +514,9 @@ def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcom
     pace = f"a round {took[0]:.2f} s, then {took[-1]:.2f} s; {newest['jobs']} jobs"
     away = [r["round"] for r in played if r.get("missing") or r.get("late") or r.get("answered") != len(fed.sites) - 1]
     odd = [] if len(played) == rounds else [f"{len(played)} rounds"]
-    odd += [x for x in ledgers(fed, out) if not x.endswith("was not received")]  # on its way when somebody was killed
+    # on its way when somebody was killed; a full disk takes no ledger
+    unsaid = ("was not received", *(["has sent nothing"] if name == FULL_FIRST else []))
+    odd += [x for x in ledgers(fed, out) if not x.endswith(unsaid)]
     if not away:
         return Outcome(odd + fed.differences(out, "serial"), f"after round {at}; the same bits; {pace}")
     log = (fed.place / out / "log.txt").read_text()

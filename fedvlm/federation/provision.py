@@ -139,7 +139,7 @@ def request_kit(site: str, folder: Path) -> Path:
 
 def sign(request: Path, out: Path) -> Path:
     """The kit of a site without keys: certificates for the keys that its request names."""
-    federation, names, keys = read_federation(out), set[str](), {}
+    names, keys = set[str](), {}
     from cryptography import x509
 
     try:
