@@ -41,7 +41,7 @@ FRESH = 30.0  # seconds since a site was heard for which it counts as connected
 BACK = 60.0  # seconds for which sites that took part are waited for before a job is submitted anew
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before the job is ended for it, the first time
 GROWTH = 3  # times as long, the next time
-PAUSE, LONGEST_PAUSE = 5.0, 600.0  # seconds before a job is submitted after one that played no round, growing
+PAUSE, LONGEST_PAUSE = 5.0, 3600.0  # seconds before a job is submitted after one that played no round, growing
 FRUITLESS = 5  # jobs in a row that crashed without having played a round
 NEWS = 3.0  # seconds that an answer may wait for something new
 MOST = 1 << 20  # bytes of rounds in an answer
@@ -162,7 +162,8 @@ class Keeper(FLComponent):  # type: ignore[misc]
         elif status == RunStatus.FINISHED_ABORTED and not run.again:
             run.state, run.reason = "stopped", "its job was aborted"
         else:
-            run.fruitless = 0 if played > run.round else run.fruitless + 1
+            # rounds that changed nothing are recorded, too
+            run.fruitless = 0 if played > run.round and not told.get("passes") else run.fruitless + 1
             why = run.again or str(told.get("error", "")) or f"the job ended ({status or 'deleted'})"
             if run.fruitless >= FRUITLESS and not told.get("passes"):
                 run.state, run.reason = "failed", f"{why}, {FRUITLESS} times without a further round"
@@ -172,15 +173,17 @@ class Keeper(FLComponent):  # type: ignore[misc]
 
     def go_on(self, run: Run, job: Any, ctx: Any) -> None:
         """Submits the next job: once the sites of the last round are there again, which come later than a server that was
-        killed, and not at once where nothing was played."""
+        killed, and not at once where nothing was played. Where too few had answered, a quorum has to be there."""
         waited = time.time() - run.ended
         if waited < min(LONGEST_PAUSE, PAUSE * GROWTH**run.fruitless) * bool(run.fruitless):
             return
-        last, left_out = last_round(self.folder(run)), {*self.told(run).get("left_out", {})}
-        sites = read_json(self.folder(run) / "run.json").get("clients", [])
-        gone = {*sites} - {*last.get("missing", [])} - left_out - self.connected()
-        if last and gone and waited < BACK:
-            run.reason = f"waiting for {', '.join(sorted(gone))}"
+        last, told, record = last_round(self.folder(run)), self.told(run), read_json(self.folder(run) / "run.json")
+        sites, left_out = record.get("clients", []), {*told.get("left_out", {})}
+        here = self.connected()
+        gone = {*sites} - {*last.get("missing", [])} - left_out - here
+        few = told.get("passes") and len(here & {*sites}) < record.get("config", {}).get("quorum", 0) * len(sites)
+        if few or (last and gone and waited < BACK):
+            run.reason = f"waiting for {', '.join(sorted({*sites} - here if few else gone))}"
         elif job is None:
             run.state, run.ended, run.reason = "failed", 0.0, "its job was deleted"
         else:

@@ -47,6 +47,7 @@ CONNECTIONS = {
     "streaming_max_blob_size": LONGEST_MESSAGE,
 }
 SESSION = {"idle_timeout": 900.0, "login_timeout": 10.0, "authenticate_msg_timeout": 10.0, "with_debug": False}
+LARGEST_LOG = 20 << 20  # bytes
 # One file that does not grow without bound
 LOGGING = {
     "version": 1,
@@ -64,7 +65,7 @@ LOGGING = {
             "formatter": "plain",
             "filename": "log.txt",
             "mode": "a",
-            "maxBytes": 20 << 20,
+            "maxBytes": LARGEST_LOG,
             "backupCount": 5,
         }
     },

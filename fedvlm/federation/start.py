@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from fedvlm.errors import FedvlmError
 from fedvlm.federation.health import Health, answering, look
 from fedvlm.federation.provision import ORGANISATION, Kind, nvflare, open_kit, write_json, write_settings
-from fedvlm.federation.settings import OVERVIEW, SERVER_HOME, About
+from fedvlm.federation.settings import LARGEST_LOG, OVERVIEW, SERVER_HOME, About
 from fedvlm.system import console, files
 from fedvlm.system.machine import data_home
 
@@ -202,6 +202,9 @@ class Party:
     def start(self) -> None:
         end(self.processes())  # of an earlier start that was killed
         write_settings(self.folder, self.about, self.folder)
+        for grown in (self.folder / "audit.log", self.home / "agent.log"):  # NVFlare and agents only append to them
+            if grown.exists() and grown.stat().st_size > LARGEST_LOG:
+                grown.replace(grown.with_suffix(".old"))
         if self.about.kind == "server":
             files.write(self.home / OVERVIEW, "{}", private=True)  # what the keeper wrote before is of another process
         log = self.folder / LOG

@@ -93,7 +93,9 @@ class Kept:
 
     def played(self, round: int, **more) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "run.json").write_text(json.dumps({"clients": SITES, "result": more.pop("result", None)}))
+        (self.folder / "run.json").write_text(
+            json.dumps({"clients": SITES, "config": {"quorum": 0.5}} | {"result": more.pop("result", None)})
+        )
         with (self.folder / "rounds.jsonl").open("a") as out:
             out.write(json.dumps({"round": round, **more}) + "\n")
 
@@ -176,6 +178,20 @@ def test_a_run_ends_in_words(kept):
     assert kept.look()[0] == "wanted" and kept.run.job == "job-1"
     kept.told(error="too few sites answered", passes=True)  # it may be otherwise later
     assert kept.look(job=RunStatus.FINISHED_COMPLETED) == ("waiting", "too few sites answered")
+
+
+def test_an_outage_of_most_sites_is_waited_out(kept, monkeypatch):
+    """Each attempt would cost rounds, since those that change nothing count."""
+    monkeypatch.setattr(keeper, "BACK", 0.0)
+    kept.look()
+    kept.played(5, void="too few")
+    kept.told(error="3 rounds in a row changed nothing", passes=True)
+    kept.server.sites = {}
+    for _ in range(3):
+        assert kept.look(job=RunStatus.FINISHED_COMPLETED)[0] == "waiting"
+    assert kept.run.reason == "waiting for north, south" and kept.run.jobs == 1 and kept.run.fruitless == 1
+    kept.server.sites = {"north": 0.0}
+    assert kept.look()[0] == "wanted"
 
 
 def test_a_job_that_crashes_again_and_again_is_given_up(kept):

@@ -632,6 +632,9 @@ def test_a_killed_supervisor_leaves_nothing_that_the_next_does_not_end(running, 
 @POSIX
 def test_what_dies_is_started_again(running, kits):
     running.line()
+    for path in (running.folder / "audit.log", kits / "home" / "agent.log"):
+        with path.open("wb") as grown:
+            grown.truncate(21 << 20)
     before = running.until(*ALL)
     second = Running(kits)
     assert "another process runs this kit" in second.process.communicate(timeout=20)[1]
@@ -641,6 +644,7 @@ def test_what_dies_is_started_again(running, kits):
     before["party"].kill()
     assert "it is started again" in running.line() and "has joined" in running.line()
     after = running.until(*ALL)
+    assert (running.folder / "audit.old").exists() and (kits / "home" / "agent.old").exists()  # logs begin anew
     assert running.resources["class_allow_list"] == CLASSES["site"]  # written anew
     assert after["party"].pid != before["party"].pid and after["job"].pid != before["job"].pid
 
