@@ -471,9 +471,11 @@ def faults(times: int, only: list[str]) -> tuple[int, int, list[str]]:
 
 def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcome:
     out = f"{name.replace(' ', '-').replace(chr(39), '')}-{k}"
-    for home in fed.place.glob("home-*"):
-        for old in home.glob("runs/*"):
-            shutil.rmtree(old)
+    table = fed.place / "home-server" / "runs.json"
+    for run in json.loads(table.read_text()) if table.exists() else []:
+        fed.fedvlm("federation", "forget", str(fed.place / "kits" / "admin.zip"), run["name"])
+    for old in (p for site in fed.sites for p in (fed.place / f"home-{site}").glob("runs/*")):
+        shutil.rmtree(old)
     if name in REFUSED:
         return refused(fed, name, out)
     last = fed.sites[-1]
@@ -496,7 +498,6 @@ def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcom
         fed.start(last)
     elif name in DURING:
         DURING[name](fed, draw.choice(fed.sites[1:]))
-    table = fed.place / "home-server" / "runs.json"
     newest = {}
 
     def over() -> bool:

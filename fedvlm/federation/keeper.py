@@ -22,6 +22,7 @@ from typing import Any
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 from nvflare.apis.job_def import JobMetaKey, RunStatus
+from nvflare.apis.job_scheduler_spec import DispatchInfo
 from nvflare.fuel.hci.proto import MetaStatusValue, make_meta
 from nvflare.fuel.hci.reg import CommandModule, CommandModuleSpec, CommandSpec
 from nvflare.fuel.hci.server.authz import PreAuthzReturnCode
@@ -40,6 +41,7 @@ SEEN = 5.0  # seconds between two overviews for `/health`
 FRESH = 30.0  # seconds since a site was heard for which it counts as connected
 BACK = 60.0  # seconds for which sites that took part are waited for before a job is submitted anew
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before the job is ended for it, the first time
+STARTING = 30.0  # seconds that a site's process has to start and to be asked, beyond that
 GROWTH = 3  # times as long, the next time
 PAUSE, LONGEST_PAUSE = 5.0, 3600.0  # seconds before a job is submitted after one that played no round, growing
 FRUITLESS = 5  # jobs in a row that crashed without having played a round
@@ -73,6 +75,7 @@ class Keeper(FLComponent):  # type: ignore[misc]
         self.runs = read_table(self.home / TABLE)
         self.lock = threading.Lock()
         self.missing: dict[tuple[str, str], float] = {}  # run and site, and since when
+        self.started: set[tuple[str, str]] = set()  # job and site, for sites that got their part of a job again
         ServerCommandModules.register_cmd_module(Words(self))
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
@@ -199,8 +202,9 @@ class Keeper(FLComponent):  # type: ignore[misc]
         self.jobs.delete(job.job_id, ctx)
 
     def bring_back(self, run: Run, ctx: Any) -> None:
-        """Ends a job in which a connected site has been missing for a while: it came late, or was started anew. Each time
-        that this happens for a site, it has to wait longer: whoever cannot take part must not hold up the others."""
+        """Takes in a connected site that has been missing in the job for a while. One that was in it and was started anew
+        gets its part of the job again; for one that came late, or does not answer then, either, the job is ended, and each
+        time it has to wait longer for that: whoever cannot take part must not hold up the others."""
         told, last = self.told(run), last_round(self.folder(run))
         absent = {*last.get("missing", [])} if last.get("round", -1) > run.round else set()
         absent |= {*told.get("silent", [])}
@@ -209,14 +213,30 @@ class Keeper(FLComponent):  # type: ignore[misc]
         now = time.monotonic()
         others = {key: since for key, since in self.missing.items() if key[0] != run.name}
         self.missing = others | {(run.name, s): self.missing.get((run.name, s), now) for s in waiting}
+        self.started = {s for s in self.started if s[0] != run.job or s[1] in waiting}
         for site in sorted(waiting):
             patience = run.patience.get(site, REJOIN)
-            if now - self.missing[run.name, site] > patience:
+            if now - self.missing[run.name, site] > patience / 2 and (run.job, site) not in self.started:
+                self.started.add((run.job, site))
+                if self.start_again(run, site, ctx):
+                    self.missing[run.name, site] = now + STARTING
+            elif now - self.missing[run.name, site] > patience:
                 run.patience[site] = patience * GROWTH
                 run.again = f"{site} is there and not in the job"
                 self.save()
                 self.engine.job_runner.stop_run(run.job, ctx)
                 return
+
+    def start_again(self, run: Run, site: str, ctx: Any) -> bool:
+        """The site's process of the job, where it has the job's files (comeback.Executor knows what it was told before)."""
+        job = self.engine.job_runner.running_jobs.get(run.job)
+        if not job or site not in {c["name"] for c in job.meta.get(JobMetaKey.JOB_CLIENTS.value, [])}:
+            return False
+        able, token = self.engine.check_client_resources(job, {site: {}}, ctx).get(site, (False, None))
+        if able:
+            self.engine.start_client_job(job, {site: DispatchInfo("app", {}, token)}, ctx)
+            self.say(run, f"{site} was started anew; it gets its part of the job again")
+        return bool(able)
 
     def told(self, run: Run) -> dict[str, Any]:
         """What the run's last job said of itself."""

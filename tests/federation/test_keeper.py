@@ -29,6 +29,7 @@ class Server:
 
     def __init__(self):
         self.job_def_manager = self.job_runner = self
+        self.started = []
         self.store, self.sites, self.stopped, self.running_jobs = {}, dict.fromkeys(SITES, 0.0), [], {}
 
     def new_context(self):
@@ -58,6 +59,12 @@ class Server:
 
     def stop_run(self, job, ctx):
         self.stopped.append(job)
+
+    def check_client_resources(self, job, wanted, ctx):
+        return dict.fromkeys(wanted, (True, "token"))
+
+    def start_client_job(self, job, sites, ctx):
+        self.started += sites
 
     def update_unfinished_jobs(self, ctx):
         for meta in filter(None, self.store.values()):
@@ -252,6 +259,22 @@ def test_a_late_site_ends_a_job_seldom_and_more_and_more_so(kept, monkeypatch):
             kept.look()
     assert ends[0] == pytest.approx(keeper.REJOIN, abs=2) and len(ends) == 3
     assert ends[2] - ends[1] > 2.5 * (ends[1] - ends[0])
+
+
+def test_a_site_that_was_started_anew_gets_its_part_of_the_job_again(kept, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(keeper.time, "monotonic", lambda: now)
+    kept.look()
+    kept.look(job=RunStatus.RUNNING)
+    job = SimpleNamespace(meta={"job_clients": [{"name": s} for s in SITES]})
+    kept.server.running_jobs[kept.run.job] = job
+    for silent, seconds in ((["south"], 15), ([], 5), (["south"], 40), (["south"], 30)):
+        for _ in range(seconds):
+            now += 1
+            kept.told(silent=silent)
+            kept.look()
+    assert kept.server.started == ["south", "south"]  # once each time that it was away
+    assert kept.run.again == "south is there and not in the job"  # that did not help the second time
 
 
 def test_a_site_that_is_away_ends_no_job(kept, monkeypatch):
