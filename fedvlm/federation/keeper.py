@@ -160,8 +160,8 @@ class Keeper(FLComponent):  # type: ignore[misc]
         told, played = self.told(run), last_round(self.folder(run)).get("round", -1)
         if status == RunStatus.FINISHED_COMPLETED and finished(self.folder(run)):
             run.state, run.reason = "done", ""
-        elif told.get("error") and not told.get("passes"):
-            run.state, run.reason = "failed", str(told["error"])
+        elif not told.get("passes") and (told.get("error") or status == RunStatus.FINISHED_COMPLETED):
+            run.state, run.reason = "failed", str(told.get("error") or "its job ended without a result")
         elif status == RunStatus.FINISHED_ABORTED and not run.again:
             run.state, run.reason = "stopped", "its job was aborted"
         else:

@@ -183,6 +183,9 @@ def test_a_run_ends_in_words(kept):
     assert kept.look(job=RunStatus.FINISHED_COMPLETED) == ("failed", "no site takes part")
     kept.decide("resume")
     assert kept.look()[0] == "wanted" and kept.run.job == "job-1"
+    assert kept.look(job=RunStatus.FINISHED_COMPLETED) == ("failed", "its job ended without a result")
+    kept.decide("resume")
+    kept.look()
     kept.told(error="too few sites answered", passes=True)  # it may be otherwise later
     assert kept.look(job=RunStatus.FINISHED_COMPLETED) == ("waiting", "too few sites answered")
 
