@@ -54,7 +54,7 @@ from fedvlm.federation.plan import (
 )
 from fedvlm.federation.remote import Silence
 from fedvlm.federation.secret import secret
-from fedvlm.federation.settings import SERVER_HOME, status_file
+from fedvlm.federation.settings import SERVER_HOME, halt_file, status_file
 from fedvlm.federation.wire import Header, pack, unpack
 from fedvlm.system import allowed, files
 from fedvlm.system.names import file_name, printable
@@ -98,7 +98,9 @@ class Hub:
         threading.Thread(target=status.follow, daemon=True).start()
         place = Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())) / FETCHED
         try:
-            Play(plan, links, folder, status).run()
+            Play(plan, links, folder, status).run(status.go_on)
+        except Halted:
+            return ""
         except Exception as error:
             status.ended(error)
             if not isinstance(error, FedvlmError):
@@ -112,6 +114,10 @@ class Hub:
             if (folder / "run.json").exists():
                 shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*.lock"), dirs_exist_ok=True)
         return ""
+
+
+class Halted(Exception):
+    """The keeper asked the job to end after a whole round."""
 
 
 class Status:
@@ -133,6 +139,12 @@ class Status:
         known = isinstance(error, FedvlmError)
         self.error = str(error) if known else f"{type(error).__name__} (a defect; the server's log says where)"
         self.passes = isinstance(error, VoidRound)
+
+    def go_on(self, record: RoundRecord) -> None:
+        """Is called after each round."""
+        asked = halt_file(self.folder)
+        if asked.exists() and asked.read_text(encoding="utf-8") == self.job:
+            raise Halted
 
     def write(self) -> None:
         silent = [name for name, why in self.links.trouble.items() if why] if self.links else []

@@ -31,7 +31,7 @@ from nvflare.private.fed.server.job_cmds import CLONED_META_KEYS
 from nvflare.private.fed.server.server_cmd_modules import ServerCommandModules
 
 from fedvlm.errors import FedvlmError, nearest
-from fedvlm.federation.settings import KEEP, LOOK, OVERVIEW, SERVER_HOME, status_file
+from fedvlm.federation.settings import KEEP, LOOK, OVERVIEW, SERVER_HOME, halt_file, status_file
 from fedvlm.system import files
 from fedvlm.system.names import file_name, printable
 
@@ -41,6 +41,7 @@ SEEN = 5.0  # seconds between two overviews for `/health`
 FRESH = 30.0  # seconds since a site was heard for which it counts as connected
 BACK = 60.0  # seconds for which sites that took part are waited for before a job is submitted anew
 REJOIN = 20.0  # seconds that a connected site may be missing in a job before the job is ended for it, the first time
+HALT = 30.0  # seconds that a job has to end after a whole round before it is aborted
 STARTING = 30.0  # seconds that a site's process has to start and to be asked, beyond that
 GROWTH = 3  # times as long, the next time
 PAUSE, LONGEST_PAUSE = 5.0, 3600.0  # seconds before a job is submitted after one that played no round, growing
@@ -65,6 +66,7 @@ class Run:
     fruitless: int = 0  # jobs in a row that ended without a further round
     ended: float = 0.0  # time.time() when its job ended and another one is to follow; 0: it has not
     again: str = ""  # why the keeper itself ended the job
+    halt: float = 0.0  # time.time() when its job was told to end; 0: it was not
     patience: dict[str, float] = field(default_factory=dict)  # seconds that a site may be missing, where not REJOIN
 
 
@@ -105,7 +107,7 @@ class Keeper(FLComponent):  # type: ignore[misc]
         with self.changing():
             for job in self.jobs.get_jobs_to_schedule(ctx):
                 self.adopt(job, ctx)
-            for run in [r for r in self.runs.values() if r.state in ACTIVE]:
+            for run in [r for r in self.runs.values() if r.state in ACTIVE or r.halt]:
                 self.attend(run, ctx)
 
     @contextlib.contextmanager
@@ -144,7 +146,12 @@ class Keeper(FLComponent):  # type: ignore[misc]
     def attend(self, run: Run, ctx: Any) -> None:
         job = self.jobs.get_job(run.job, ctx)
         status = str(job.meta[JobMetaKey.STATUS.value]) if job else ""
-        if run.ended:
+        if run.halt and status == RunStatus.RUNNING:
+            if time.time() - run.halt > HALT:
+                self.engine.job_runner.stop_run(run.job, ctx)
+        elif run.state not in ACTIVE:
+            run.halt = 0.0
+        elif run.ended:
             self.go_on(run, job, ctx)
         elif status == RunStatus.RUNNING:
             run.state, run.reason = "running", ""
@@ -158,9 +165,10 @@ class Keeper(FLComponent):  # type: ignore[misc]
     def end(self, run: Run, status: str) -> None:
         """The job has ended: the run is over, or another job follows."""
         told, played = self.told(run), last_round(self.folder(run)).get("round", -1)
+        run.halt = 0.0
         if status == RunStatus.FINISHED_COMPLETED and finished(self.folder(run)):
             run.state, run.reason = "done", ""
-        elif not told.get("passes") and (told.get("error") or status == RunStatus.FINISHED_COMPLETED):
+        elif not run.again and not told.get("passes") and (told.get("error") or status == RunStatus.FINISHED_COMPLETED):
             run.state, run.reason = "failed", str(told.get("error") or "its job ended without a result")
         elif status == RunStatus.FINISHED_ABORTED and not run.again:
             run.state, run.reason = "stopped", "its job was aborted"
@@ -223,9 +231,14 @@ class Keeper(FLComponent):  # type: ignore[misc]
             elif now - self.missing[run.name, site] > patience:
                 run.patience[site] = patience * GROWTH
                 run.again = f"{site} is there and not in the job"
-                self.save()
-                self.engine.job_runner.stop_run(run.job, ctx)
+                self.halt(run)
                 return
+
+    def halt(self, run: Run) -> None:
+        """Lets the job end after the round under way: an abort would reach its sites first, and rounds without them would
+        still be played."""
+        files.write(halt_file(self.folder(run)), run.job, private=True)
+        run.halt = time.time()
 
     def start_again(self, run: Run, site: str, ctx: Any) -> bool:
         """The site's process of the job, where it has the job's files (comeback.Executor knows what it was told before)."""
@@ -313,15 +326,17 @@ class Keeper(FLComponent):  # type: ignore[misc]
         if run.state not in ACTIVE:
             raise FedvlmError(f"{name} is not under way: it is {run.state}")
         run.state, run.reason, run.ended = "stopped", f"stopped by {who}", 0.0
-        self.save()
         job = self.jobs.get_job(run.job, ctx)
         if job and job.meta[JobMetaKey.STATUS.value] in (RunStatus.SUBMITTED, RunStatus.DISPATCHED):
             self.jobs.set_status(run.job, RunStatus.FINISHED_ABORTED, ctx)
-        self.engine.job_runner.stop_run(run.job, ctx)
+        elif job:
+            self.halt(run)
         self.say(run, run.reason)
 
     def resume(self, name: str, ctx: Any, who: str) -> None:
         run = self.known(name)
+        if run.halt:
+            raise FedvlmError(f"{name} is being stopped, after the round under way; try again then")
         if run.state in ("stopped", "failed"):
             run.state, run.reason, run.fruitless, run.ended = "waiting", f"resumed by {who}", 0, time.time()
             self.say(run, run.reason)
@@ -330,12 +345,13 @@ class Keeper(FLComponent):  # type: ignore[misc]
 
     def forget(self, name: str, ctx: Any, who: str) -> None:
         run = self.known(name)
-        if run.state in ACTIVE:
-            raise FedvlmError(f"{name} is {run.state}; stop it first")
+        if run.state in ACTIVE or run.halt:
+            raise FedvlmError(f"{name} is {'being stopped' if run.halt else run.state}; stop it first, or wait")
         if self.jobs.get_job(run.job, ctx):
             self.jobs.delete(run.job, ctx)
         shutil.rmtree(self.folder(run), ignore_errors=True)
-        status_file(self.folder(run)).unlink(missing_ok=True)
+        for beside in (status_file, halt_file):
+            beside(self.folder(run)).unlink(missing_ok=True)
         del self.runs[name]
 
     def exclude(self, site: str, ctx: Any, who: str) -> None:

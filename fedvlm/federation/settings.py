@@ -78,6 +78,11 @@ def status_file(run: Path) -> Path:
     return run.parent.parent / "status" / f"{run.name}.json"
 
 
+def halt_file(run: Path) -> Path:
+    """Holds the job that shall end after the round under way: its keeper writes it, the job looks for it."""
+    return run.parent.parent / "status" / f"{run.name}.halt"
+
+
 @dataclass(frozen=True)
 class About:
     """What a kit says of itself (kit.json)."""

@@ -212,10 +212,18 @@ def test_a_job_that_crashes_again_and_again_is_given_up(kept):
     assert state == "failed" and "5 times without a further round" in reason
 
 
-def test_a_run_that_is_stopped_stays_so(kept):
+def test_a_run_that_is_stopped_stays_so(kept, monkeypatch):
     kept.look()
     kept.look(job=RunStatus.RUNNING)
     kept.decide("stop")
+    assert keeper.halt_file(kept.folder).read_text() == "job-0"  # the job looks there after each round
+    kept.look()
+    for word in ("resume", "forget"):
+        with pytest.raises(FedvlmError, match="being stopped"):
+            kept.decide(word)
+    assert kept.server.stopped == []
+    monkeypatch.setattr(keeper, "HALT", -1.0)  # a long round
+    kept.look()
     assert kept.server.stopped == ["job-0"]
     kept.start()
     assert kept.look(job=RunStatus.FINISHED_ABORTED) == ("stopped", "stopped by office") and len(kept.server.store) == 1
@@ -258,7 +266,7 @@ def test_a_late_site_ends_a_job_seldom_and_more_and_more_so(kept, monkeypatch):
         kept.look(job=RunStatus.RUNNING)
         if kept.run.again:
             ends.append(second)
-            assert kept.look(job=RunStatus.FINISHED_ABORTED)[1] == "south is there and not in the job"
+            assert kept.look(job=RunStatus.FINISHED_COMPLETED)[1] == "south is there and not in the job"
             kept.look()
     assert ends[0] == pytest.approx(keeper.REJOIN, abs=2) and len(ends) == 3
     assert ends[2] - ends[1] > 2.5 * (ends[1] - ends[0])

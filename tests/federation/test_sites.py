@@ -3,6 +3,7 @@ calls that NVFlare would carry made directly. The real thing is test_provision.p
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
@@ -233,6 +234,25 @@ def test_a_run_goes_on_where_it_stopped_with_new_processes(federation):
         sites.start(style)
     run = sites.play(plan)
     same(shared(run), shared(whole))
+
+
+def test_a_job_ends_after_a_whole_round_when_its_keeper_asks(federation):
+    sites = federation()
+    plan = sites.plan("fedot", rounds=3)
+    folder = sites.place / "server" / "runs" / plan.name
+    status = hub.Status(folder, "this job")
+    for asked, rounds in (("this job", 1), ("an earlier job", 4)):  # round 0 comes first
+        hub.halt_file(folder).parent.mkdir(parents=True, exist_ok=True)
+        hub.halt_file(folder).write_text(asked)
+        for style in STYLES:  # new processes for each job
+            sites.sites[style].close()
+            sites.start(style)
+        links = Links(plan.name, {n: Proxy(s) for n, s in sites.sites.items()})
+        with pytest.raises(hub.Halted) if rounds == 1 else contextlib.nullcontext():
+            hub.Play(plan, links, folder, status).run(status.go_on)
+        links.close()
+        assert len(RunFolder(folder).rounds()) == rounds
+    same(shared(RunFolder(folder)), shared(sites.serial(plan)))
 
 
 def test_changed_data_are_noticed_when_a_run_goes_on(federation):
