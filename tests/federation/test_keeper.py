@@ -321,7 +321,8 @@ def test_what_is_new_of_a_run(kept, monkeypatch):
 @pytest.mark.nvflare
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_with_the_office_gone_a_killed_run_ends_with_the_same_bits(tmp_path):
-    """For real: the office is killed after submission, the server's job process is killed, then the server."""
+    """For real: the office is killed after submission, the server's job process is killed, the run is stopped and resumed,
+    and the server killed."""
     import federation as bench  # benchmarks/federation.py
 
     fed = bench.Federation(tmp_path, bench.styles()[:2])
@@ -338,12 +339,17 @@ def test_with_the_office_gone_a_killed_run_ends_with_the_same_bits(tmp_path):
             return next(iter(keeper.read_table(tmp_path / "home-server" / "runs.json").values()))
 
         fed.until(lambda: kept().jobs == 2 and kept().state == "running", 100)
+        kit = str(tmp_path / "kits" / "admin.zip")
+        assert "is stopped" in fed.fedvlm("federation", "stop", kit, "fedavg")
+        fed.until(lambda: not kept().halt, 60)
+        assert "goes on" in fed.fedvlm("federation", "resume", kit, "fedavg")
+        fed.until(lambda: kept().jobs == 3 and kept().state == "running", 100)
         bench.kill_server(fed, "")
         fed.until(lambda: kept().state == "done", 300)
-        assert kept().jobs == 3
+        assert kept().jobs == 4
         log = (tmp_path / "home-server" / "runs" / kept().name / "log.txt").read_text()
         assert log.count("the run goes on from round") == 2
-        assert "done" in fed.fedvlm("federation", "status", str(tmp_path / "kits" / "admin.zip"), kept().name)
+        assert "done" in fed.fedvlm("federation", "status", kit, kept().name)
         assert fed.run("fedavg", "out", rounds).wait() == 0  # it is fetched
         fed.reference("fedavg", "serial", "serial", rounds)
         assert fed.differences("out", "serial") == []
