@@ -19,10 +19,10 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import Setup
 from fedvlm.core.records import RoundRecord, RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.federation.plan import FETCHED, LEFT_OUT, Plan
+from fedvlm.federation.plan import FETCHED, Plan
 from fedvlm.federation.provision import open_kit
 from fedvlm.federation.settings import LOOK
-from fedvlm.federation.status import ConnectionGone, Unreachable, ask, flare_errors, session
+from fedvlm.federation.status import Unreachable, ask, flare_errors, session
 from fedvlm.privacy.secure.sums import needs_replies
 from fedvlm.system import allowed, console, files
 from fedvlm.system.machine import runs_home
@@ -128,7 +128,7 @@ class Follower:
                     while (found := self.look(flare)) is None:
                         pass
                     return found
-            except (Unreachable, ConnectionGone) as error:
+            except Unreachable as error:
                 if time.monotonic() - self.heard > LOST:
                     raise FedvlmError(f"{error}; the same command follows the run when the server is back") from error
                 self.tell([f"{error}; waiting for it, up to {LOST / 60:.0f} minutes"])
@@ -195,19 +195,12 @@ class Follower:
             if not found:
                 raise FedvlmError(f"{self.plan.name} is done, and its result is gone from the server's store of jobs")
             copy_run(found[0].parent, self.folder, self.kit)
-        self.tell(left_out(self.folder / "log.txt"))  # a short run is over before anybody asks for news
         return RunFolder(self.folder)
 
 
 def are_numbers(words: list[str]) -> bool:
     """Whether a site's progress is what it should be: done and total."""
     return len(words) == 2 and all(w.isdecimal() and w.isascii() for w in words)
-
-
-def left_out(log: Path) -> list[str]:
-    """Who did not take part, and why, without the time."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    return [line.split(" ", 2)[2] for line in lines if f" {LEFT_OUT}: " in line]
 
 
 def write_job(folder: Path, plan: Plan) -> None:

@@ -43,7 +43,6 @@ from fedvlm.federation.plan import (
     BEGIN,
     FETCHED,
     FINISH,
-    LEFT_OUT,
     LOOK,
     Agreed,
     Hello,
@@ -311,7 +310,7 @@ class Play:
         return self.links.exchange(frames, most, ticket, seconds, quorum, grace, lasting=step == BEGIN)
 
     def leave_out(self, name: str, reason: str, for_good: bool = True) -> None:
-        text = f"{name} {LEFT_OUT}: {printable(reason, 300)}"
+        text = f"{name} does not take part: {printable(reason, 300)}"
         self.status.say(text)
         if for_good:
             self.status.left_out[name] = printable(reason, 300)

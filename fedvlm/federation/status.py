@@ -21,10 +21,6 @@ class Unreachable(FedvlmError):
     """The server does not answer, or not yet."""
 
 
-class ConnectionGone(FedvlmError):
-    """The server did not answer a call."""
-
-
 @contextlib.contextmanager
 def session(kit: str) -> Iterator[tuple[Any, About]]:
     """NVFlare's session of the kit that starts runs, and what the kit says of itself."""
@@ -57,7 +53,7 @@ def flare_errors() -> Iterator[None]:
     except FedvlmError:
         raise
     except Exception as error:
-        raise ConnectionGone(f"the server does not answer ({type(error).__name__})") from error
+        raise Unreachable(f"the server does not answer ({type(error).__name__})") from error
 
 
 def ask(flare: Any, command: str, word: str, name: str = "", **more: object) -> dict[str, Any]:
@@ -68,7 +64,7 @@ def ask(flare: Any, command: str, word: str, name: str = "", **more: object) -> 
     if found is None:
         if "not authorized" in str(reply).lower():
             raise FedvlmError(f"this kit may not: {word} {name}".strip())
-        raise ConnectionGone(f"the server does not answer ({reply.get('status', 'no reason')})")
+        raise Unreachable(f"the server does not answer ({reply.get('status', 'no reason')})")
     if "refused" in found:
         raise FedvlmError(str(found["refused"]))
     return dict(found)

@@ -132,19 +132,6 @@ def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatc
         assert "it would contact the federation of " in said and f"{kit}"[-20:] + ". Nothing" in said  # or shortened
 
 
-def test_who_was_left_out_is_told_once_also_when_the_run_was_short(tmp_path, capsys):
-    log = tmp_path / "log.txt"
-    log.write_text(
-        "2026-11-16 09:55:15 north does not take part: its rules\n"
-        "2026-11-16 09:55:16 round 1: client south is left out: late\n"
-    )
-    assert admin.left_out(log) == ["north does not take part: its rules"] and admin.left_out(tmp_path / "none") == []
-    follower = admin.Follower("", None, tmp_path, lambda record: None)  # type: ignore[arg-type]
-    follower.tell(admin.left_out(log))
-    follower.tell(admin.left_out(log))
-    assert capsys.readouterr().err.count("north does not take part") == 1
-
-
 def test_tables_do_not_count_what_the_server_does_not_have(record):
     def told(found: RunRecord) -> str:
         return (
@@ -210,15 +197,16 @@ def follower(record, tmp_path, monkeypatch):
 
 
 def test_a_run_is_submitted_once_and_mirrored_to_its_end(follower, record, capsys):
+    left_out = "west does not take part: its rules"
     zero, one = (json.dumps({"round": k}) + "\n" for k in (0, 1))
     answers = [
         {"state": "unknown"},
         {"state": "unknown"},  # the keeper has not seen the job yet
         {"state": "waiting", "reason": "no site is connected", "job": "job 0"},
-        {"state": "running", "job": "job 0", "run": record.to_json(), "rounds": zero, "at": 13},
+        {"state": "running", "job": "job 0", "run": record.to_json(), "rounds": zero, "at": 13, "said": [left_out]},
         ConnectionError(),
         {"state": "running", "job": "job 1", "run": record.to_json(), "rounds": zero + one, "at": 26},  # from the start
-        {"state": "done", "job": "job 1", "at": 26},
+        {"state": "done", "job": "job 1", "at": 26, "said": [left_out]},
     ]
     office, server = follower(*answers)
     assert office.run().done and server.submitted == ["job 0"]
@@ -227,6 +215,7 @@ def test_a_run_is_submitted_once_and_mirrored_to_its_end(follower, record, capsy
     told = capsys.readouterr()
     assert "waits: no site is connected" in told.out
     assert "the server does not answer (ConnectionError); waiting for it" in told.err
+    assert told.err.count(left_out) == 1
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
