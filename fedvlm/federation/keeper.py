@@ -165,21 +165,21 @@ class Keeper(FLComponent):  # type: ignore[misc]
     def end(self, run: Run, status: str) -> None:
         """The job has ended: the run is over, or another job follows."""
         told, played = self.told(run), last_round(self.folder(run)).get("round", -1)
-        run.halt = 0.0
+        again, run.again, run.halt = run.again, "", 0.0
         if status == RunStatus.FINISHED_COMPLETED and finished(self.folder(run)):
             run.state, run.reason = "done", ""
-        elif not run.again and not told.get("passes") and (told.get("error") or status == RunStatus.FINISHED_COMPLETED):
+        elif not again and not told.get("passes") and (told.get("error") or status == RunStatus.FINISHED_COMPLETED):
             run.state, run.reason = "failed", str(told.get("error") or "its job ended without a result")
-        elif status == RunStatus.FINISHED_ABORTED and not run.again:
+        elif status == RunStatus.FINISHED_ABORTED and not again:
             run.state, run.reason = "stopped", "its job was aborted"
         else:
             # rounds that changed nothing are recorded, too
             run.fruitless = 0 if played > run.round and not told.get("passes") else run.fruitless + 1
-            why = run.again or str(told.get("error", "")) or f"the job ended ({status or 'deleted'})"
+            why = again or str(told.get("error", "")) or f"the job ended ({status or 'deleted'})"
             if run.fruitless >= FRUITLESS and not told.get("passes"):
                 run.state, run.reason = "failed", f"{why}, {FRUITLESS} times without a further round"
             else:
-                run.state, run.ended, run.reason, run.again = "waiting", time.time(), why, ""
+                run.state, run.ended, run.reason = "waiting", time.time(), why
         self.say(run, run.reason + (f"; the run goes on from round {played + 1}" if run.ended else ""))
 
     def go_on(self, run: Run, job: Any, ctx: Any) -> None:
@@ -325,7 +325,7 @@ class Keeper(FLComponent):  # type: ignore[misc]
         run = self.known(name)
         if run.state not in ACTIVE:
             raise FedvlmError(f"{name} is not under way: it is {run.state}")
-        run.state, run.reason, run.ended = "stopped", f"stopped by {who}", 0.0
+        run.state, run.reason, run.ended, run.again = "stopped", f"stopped by {who}", 0.0, ""
         job = self.jobs.get_job(run.job, ctx)
         if job and job.meta[JobMetaKey.STATUS.value] in (RunStatus.SUBMITTED, RunStatus.DISPATCHED):
             self.jobs.set_status(run.job, RunStatus.FINISHED_ABORTED, ctx)
