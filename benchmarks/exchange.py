@@ -270,7 +270,7 @@ def submit(fed: Federation, folder: Path, **args: object) -> None:
         path.write_text(json.dumps(config))
     with session(str(fed.place / "kits" / "admin.zip")) as (flare, _):
         job = flare.submit_job(str(folder))
-        while not any(word in str((flare.get_job_meta(job) or {}).get("status")) for word in admin.ENDED):
+        while "FINISHED" not in str((flare.get_job_meta(job) or {}).get("status")):
             time.sleep(1)
 
 

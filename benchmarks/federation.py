@@ -4,7 +4,8 @@
                                                        # images, 7 methods
     python benchmarks/federation.py processors         # sites with three processors (two are held to fewer instructions)
                                                        # finish a run, and its record says so
-    python benchmarks/federation.py faults=10          # what goes wrong, each ten times, and the final bits compared
+    python benchmarks/federation.py faults=10          # what goes wrong, each ten times, with nobody at the office from the
+                                                       # moment of submission, and the final bits compared
     python benchmarks/federation.py faults=1 --only "server killed"
 
 The package is copied first, so that editing it does not change its fingerprint while sites run. `--out FILE` keeps the
@@ -21,6 +22,7 @@ import random
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -69,8 +71,8 @@ class Federation:
         """sizes: of the sites' data; without it, EACH images of each of CLASSES."""
         self.place, self.sites = place, sites
         self.settings: dict[str, dict[str, str]] = {}  # further variables of a site's environment
-        self.network = Network() if fault == "network cut for 20 s" else None
-        self.disk = place / f"home-{sites[-1]}" if fault == "disk of a site full" else None
+        self.network = Network() if fault in CUTS else None
+        self.disk = place / f"home-{sites[-1]}" if fault in FULL else None
         if self.disk:
             self.disk.mkdir(mode=0o700)
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "tmpfs", str(self.disk)], check=True)
@@ -361,6 +363,18 @@ def kill_server(fed: Federation, site: str) -> None:
         kill("runner_process", str(fed.place / "kits" / "server"))
 
 
+def kill_server_job(fed: Federation, site: str) -> None:
+    kill("runner_process", str(fed.place / "kits" / "server"))
+
+
+def kill_keeper(fed: Federation, site: str) -> None:
+    """`fedvlm serve` itself, with all that it runs; it is started again, as systemd would."""
+    fed.parties["server"].kill()
+    fed.parties["server"].wait()
+    time.sleep(10)
+    fed.start("server")
+
+
 def stop_and_go(fed: Federation, site: str) -> None:
     chosen = [
         *pids("worker_process", str(fed.place / "kits" / site)),
@@ -382,12 +396,26 @@ def cut(fed: Federation, site: str) -> None:
     fed.network.link("up")
 
 
-def fill_disk(fed: Federation, site: str) -> None:
-    """The home of the last site is a file system of its own; it is full for some seconds."""
+def cut_for_long(fed: Federation, site: str) -> None:
+    assert fed.network
+    fed.network.link("down")
+    time.sleep(600)
+    fed.network.link("up")
+
+
+def fill(fed: Federation) -> Path:
+    """The home of the last site is a file system of its own."""
     big = fed.place / f"home-{fed.sites[-1]}" / "big"
     with contextlib.suppress(OSError), big.open("wb", buffering=0) as out:
-        while True:
-            out.write(bytes(1 << 16))
+        for size in (1 << 16, 1):  # to the last byte
+            with contextlib.suppress(OSError):
+                while True:
+                    out.write(bytes(size))
+    return big
+
+
+def fill_disk(fed: Federation, site: str) -> None:
+    big = fill(fed)
     time.sleep(8)
     big.unlink()
 
@@ -397,14 +425,20 @@ DURING: dict[str, Callable[[Federation, str], None]] = {
     "agent killed": kill_agent,
     "site's parent killed": kill_parent,
     "server killed": kill_server,
+    "server's job killed": kill_server_job,
+    "keeper killed": kill_keeper,
     "site stopped for 30 s": stop_and_go,
     "network cut for 20 s": cut,
+    "network cut for 10 min": cut_for_long,
     "disk of a site full": fill_disk,
 }
-LATE = "site joins late"
+LATE, FULL_FIRST = "site joins late", "disk of a site full from the start"
+CUTS, FULL = ("network cut for 20 s", "network cut for 10 min"), ("disk of a site full", FULL_FIRST)
 REFUSED = ("another backbone", "other classes", "another version")
-FAULTS = (*DURING, LATE, *REFUSED)
-ROUNDS_OF_FAULTS, ROUNDS_OF_LATE = 60, 600  # a site needs some seconds to start
+FAULTS = (*DURING, LATE, FULL_FIRST, *REFUSED)
+ROUNDS_OF_FAULTS = 60
+ROUNDS_OF = {LATE: 1500, "network cut for 10 min": 6000}  # a site needs some seconds to start
+OVER = ("done", "failed", "stopped")
 
 
 class Outcome(NamedTuple):
@@ -417,11 +451,11 @@ def faults(times: int, only: list[str]) -> tuple[int, int, list[str]]:
     lines, tried, lost = list[str](), 0, 0
     draw = random.Random(times)
     for name in only or FAULTS:
-        if name == "network cut for 20 s" and not (os.geteuid() == 0 and shutil.which("ip")):
-            print(f"{name}: left out, it needs root and iproute2", flush=True)
+        if name in (*CUTS, *FULL) and not (os.geteuid() == 0 and shutil.which("ip")):
+            print(f"{name}: left out, it needs root, mount and iproute2", flush=True)
             continue
         with federation(styles()[:3], name) as fed:
-            fed.reference("fedot", "serial", "serial", ROUNDS_OF_FAULTS)
+            fed.reference("fedot", "serial", "serial", ROUNDS_OF.get(name, ROUNDS_OF_FAULTS))
             for k in range(times):
                 began = time.monotonic()
                 try:
@@ -429,46 +463,72 @@ def faults(times: int, only: list[str]) -> tuple[int, int, list[str]]:
                 except RuntimeError as error:
                     found = Outcome([str(error)], "")
                 tried, lost = tried + 1, lost + bool(found.odd)
-                lines.append(f"{name}: {found.odd or 'nothing lost'}; {found.note} ({time.monotonic() - began:.0f} s)")
+                took = time.monotonic() - began
+                lines.append(f"| {name} | {'; '.join(found.odd) or 'nothing lost'} | {found.note} | {took:.0f} s |")
                 print(lines[-1], flush=True)
     return tried, lost, lines
 
 
 def one_fault(fed: Federation, name: str, k: int, draw: random.Random) -> Outcome:
     out = f"{name.replace(' ', '-').replace(chr(39), '')}-{k}"
-    for home in fed.place.glob("home-*"):
-        for old in home.glob("runs/*"):
-            shutil.rmtree(old)
+    table = fed.place / "home-server" / "runs.json"
+    for run in json.loads(table.read_text()) if table.exists() else []:
+        fed.fedvlm("federation", "forget", str(fed.place / "kits" / "admin.zip"), run["name"])
+    for old in (p for site in fed.sites for p in (fed.place / f"home-{site}").glob("runs/*")):
+        shutil.rmtree(old)
     if name in REFUSED:
         return refused(fed, name, out)
     last = fed.sites[-1]
     if name == LATE:
         fed.stop(last)
-    rounds = ROUNDS_OF_LATE if name == LATE else ROUNDS_OF_FAULTS
-    process = fed.run("fedot", out, rounds, "grace=90", "timeout=90", "quorum=0.5")
+    if name == FULL_FIRST:
+        fill(fed)
+    rounds = ROUNDS_OF.get(name, ROUNDS_OF_FAULTS)
+    keys = () if name in (FULL_FIRST, "network cut for 10 min") else ("grace=90", "timeout=90")
+    process = fed.run("fedot", out, rounds, "quorum=0.5", *keys)
     path, at = fed.place / out / "rounds.jsonl", draw.randrange(2, ROUNDS_OF_FAULTS // 2)
     fed.until(lambda: (path.exists() and len(path.read_bytes().splitlines()) > at) or process.poll() is not None, 300)
     if process.poll() is not None:
-        return Outcome(["the run was over before it could be disturbed"], "")
+        return Outcome(
+            ["the run was over before it could be disturbed: " + (fed.place / f"{out}.log").read_text()[-200:]], ""
+        )
+    process.kill()  # from here on nobody is at the office
+    process.wait()
     if name == LATE:
         fed.start(last)
-    else:
+    elif name in DURING:
         DURING[name](fed, draw.choice(fed.sites[1:]))
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(400)
-    process.kill()
-    if process.wait():
-        return Outcome([f"exit code {process.returncode}: {(fed.place / f'{out}.log').read_text()[-300:]}"], "")
+    newest = {}
+
+    def over() -> bool:
+        newest.update(json.loads(table.read_text())[-1])
+        return newest["state"] in OVER
+
+    fed.until(over, 600)
+    if newest["state"] != "done":
+        return Outcome([f"{newest['state']}: {newest['reason']}"], "")
+    if fed.run("fedot", out, rounds, "quorum=0.5", *keys).wait():  # it is fetched
+        return Outcome([f"it cannot be fetched: {(fed.place / f'{out}.log').read_text()[-300:]}"], "")
     records = [json.loads(x) for x in path.read_bytes().splitlines()]
     played = [r for r in records if r["round"]]
+    took = [statistics.median(r["seconds"] for r in part) for part in (played[1:at], played[at + 1 :]) if part]
+    pace = f"a round {took[0]:.2f} s, then {took[-1]:.2f} s; {newest['jobs']} jobs"
     away = [r["round"] for r in played if r.get("missing") or r.get("late") or r.get("answered") != len(fed.sites) - 1]
     odd = [] if len(played) == rounds else [f"{len(played)} rounds"]
-    odd += [x for x in ledgers(fed, out) if not x.endswith("was not received")]  # on its way when somebody was killed
+    # on its way when somebody was killed; a full disk takes no ledger
+    unsaid = ("was not received", *(["has sent nothing"] if name == FULL_FIRST else []))
+    odd += [x for x in ledgers(fed, out) if not x.endswith(unsaid)]
     if not away:
-        return Outcome(odd + fed.differences(out, "serial"), f"disturbed after round {at}, the same bits")
-    odd += [] if name in (LATE, "disk of a site full") else fed.differences(out, "serial")
-    odd += ["somebody is not back"] if rounds in away else []
-    return Outcome(odd, f"disturbed after round {at}; somebody absent in rounds {away[0]} to {away[-1]}, as recorded")
+        return Outcome(odd + fed.differences(out, "serial"), f"after round {at}; the same bits; {pace}")
+    log = (fed.place / out / "log.txt").read_text()
+    if name in FULL:
+        odd += [] if "its disk is full" in log else ["nobody was told that the disk is full"]
+    odd += [] if name in (LATE, *FULL, "network cut for 10 min") else fed.differences(out, "serial")
+    odd += ["somebody is not back"] if rounds in away and name != FULL_FIRST else []
+    note = f"after round {at}; absent in {len(away)} rounds, {away[0]} to {away[-1]}, as recorded; {pace}"
+    if name == FULL_FIRST:
+        (fed.place / f"home-{last}" / "big").unlink()
+    return Outcome(odd, note)
 
 
 def refused(fed: Federation, name: str, out: str) -> Outcome:

@@ -17,6 +17,7 @@ fedvlm.federation.hostile) and named in its list of allowed classes. Only there 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -459,7 +460,8 @@ def job(
     """Submits a job that names these classes; how it ended."""
     from fedvlm.core.records import MethodRecord, PartRecord
     from fedvlm.federation import admin
-    from fedvlm.federation.status import session
+    from fedvlm.federation.settings import KEEP
+    from fedvlm.federation.status import ask, session
 
     part = PartRecord("")
     plan = Plan(
@@ -479,7 +481,9 @@ def job(
             number, deadline = flare.submit_job(str(folder)), time.monotonic() + limit
             while time.monotonic() < deadline:
                 state = str((flare.get_job_meta(number) or {}).get("status"))
-                if any(word in state for word in (*admin.ENDED, "REJECTED")):
+                if any(word in state for word in ("FINISHED", "REJECTED")):
+                    with contextlib.suppress(Exception):  # the keeper would try it again
+                        ask(flare, KEEP, "stop", plan.name)
                     return state
                 time.sleep(1)
             flare.abort_job(number)

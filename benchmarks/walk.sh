@@ -258,7 +258,7 @@ fi
 
 title "10. A network cut of 20 s in the middle of a run"
 for who in north south; do rm -rf "$place/$who/$home/$who/runs"; done
-rm -rf "$place/server/$home/server/runs"
+at office "fedvlm federation forget walk/admin.zip $run" || fails forget
 background office cut.txt "fedvlm run fedot rounds=$rounds federation=walk/admin.zip out=runs/cut"
 follows=$last
 until_true 300 "played '$place/office/runs/cut' $((rounds / 4))"

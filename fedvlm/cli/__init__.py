@@ -69,6 +69,7 @@ WITH_BACKBONE = Argument(
     "--with-backbone", {"action": "store_true", "help": "copy the backbone's files into the folder"}
 )
 ONNX = Argument("--onnx", {"action": "store_true", "help": "also write image encoder and adapter as one ONNX file"})
+WATCH, DECIDE = ("status", "runs", "logs"), ("stop", "resume", "forget", "exclude", "admit")
 DRY = Argument("--dry", {"action": "store_true", "help": "show clients, classes, bytes and time; train nothing"})
 COMMANDS = {
     "demo": Command("compare five methods on bundled images, in a minute or two", (PAIRS, CSV)),
@@ -180,16 +181,24 @@ COMMANDS = {
         ),
     ),
     "federation": Command(
-        "set up a federation across machines: make kits (init), add a site (add), list connected sites (status)",
+        "make the kits of a federation (init, add, sign), look at its sites and runs (status, runs, logs), and decide about "
+        "them (stop, resume, forget a run; exclude, admit a site)",
         (
-            Argument("what", {"choices": ("init", "add", "status")}),
-            Argument("words", {"nargs": "*", "metavar": "SITE|KIT|key=value"}),
+            Argument("what", {"choices": ("init", "add", "sign", *WATCH, *DECIDE)}),
+            Argument("words", {"nargs": "*", "metavar": "SITE|KIT|RUN|key=value"}),
         ),
     ),
-    "serve": Command("run a federation's server: home= backbone=", (KIT, PAIRS)),
+    "serve": Command("run a federation's server: home= backbone= health=", (KIT, PAIRS)),
     "join": Command(
-        "run a site of a federation: data= backbone= rules= home=",
-        (KIT, PAIRS, Argument("--check", {"action": "store_true", "help": "only say what could leave by its rules"})),
+        "run a site of a federation: data= backbone= rules= home= health=",
+        (
+            KIT,
+            PAIRS,
+            Argument("--check", {"action": "store_true", "help": "only say what could leave by its rules"}),
+            Argument(
+                "--request", {"action": "store_true", "help": "make the site's keys here, and a request of a kit"}
+            ),
+        ),
     ),
     "ledger": Command(
         "list what left a site, or what a run's server received",
@@ -221,7 +230,7 @@ first steps:
   fedvlm run fedot --help                             every key of a method
 """
 GOES_ON = ("demo", "run", "bench", "choose", "resume")  # commands that, given again, go on where they stopped
-AS_JSON = ("compare", "ls", "show", "choose")
+AS_JSON = ("compare", "ls", "show", "choose", "federation")
 COLLECTS = ("words", "pairs", "images", "runs", "views", "ledgers")  # arguments that take any number of words
 
 
@@ -246,9 +255,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.debug:
             raise
         print(f"fedvlm: {shown(error)}", file=sys.stderr)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         on = f"; continue with: {shell_line(['fedvlm', *words])}" if args.command in GOES_ON else ""
-        print(f"\nfedvlm: stopped; everything written so far is kept{on}", file=sys.stderr)
+        print(f"\nfedvlm: {str(stop) or 'stopped; everything written so far is kept'}{on}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

@@ -192,6 +192,8 @@ class OutputKeys:
     timeout: Annotated[float, Range(0, WEEKS, above=True)] = 300.0  # loopback: seconds a client may take to answer
     # loopback: seconds that the others still have once a quorum has answered
     grace: Annotated[float, Range(0, WEEKS)] = 60.0
+    # federation: minutes that sites may take longer to begin than quorum= of them; later ones come in when they are ready
+    start_timeout: Annotated[float, Range(0, WEEKS)] = 30.0
     # runs at a time (bench, protocols); 0: one per core and, on a GPU, as many as its memory holds
     jobs: Whole = default(0, "asker")
     launcher: Literal["none", "slurm"] = "none"  # where runs execute; none: on this machine (docs/launchers.md)

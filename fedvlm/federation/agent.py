@@ -22,7 +22,7 @@ import torch
 
 import fedvlm
 from fedvlm import backbones
-from fedvlm.backbones.arithmetic import arithmetic
+from fedvlm.backbones.arithmetic import described_arithmetic
 from fedvlm.backbones.base import Backbone
 from fedvlm.config import catalogue, trust
 from fedvlm.config.config import Setup
@@ -32,6 +32,7 @@ from fedvlm.core.state import Params, State
 from fedvlm.data.clients import Federation, own_data
 from fedvlm.data.pool import Pool, Pools, task_of
 from fedvlm.data.source import Source, open_source
+from fedvlm.engines.base import device_of
 from fedvlm.errors import BadMessage, FedvlmError, Refused
 from fedvlm.federation import ledger
 from fedvlm.federation.budget import Budget
@@ -200,11 +201,13 @@ class Agent:
         release = private.account.upload if private and private.account and adds_noise(private) else None
         if release:
             budget.check(release, setup.config.rounds)
+        device = self.device(own)
         about = ClientRecord(
             run=self.folder.name,
             name=self.about.site,
             backbone=self.about.backbone,
             threads=own.config.threads,
+            device=device,
             privacy=private.plain() if private else None,
             secret=secret(self.folder, f"noise {pool.fingerprint}").hex(),
             ledger=str(self.home / ledger.SENT),
@@ -221,7 +224,7 @@ class Agent:
         self.client = SiteClient(self.place)
         counts = declared(data, about.scored)
         told = counts if self.rules.counts else [min(1, n) for n in counts]
-        return SiteReady(told, self.mark(pool), sorted(pool.extras), len(pool.skipped), str(arithmetic()))
+        return SiteReady(told, self.mark(pool), sorted(pool.extras), len(pool.skipped), described_arithmetic(device))
 
     def budget(self, delta: float) -> Budget:
         rules, data = self.rules, self.about.data
@@ -255,7 +258,13 @@ class Agent:
         if setup.config.outsiders:
             raise Refused("outsiders= is a folder of who asks, and sites open only their own; leave it out")
         usual = setup.with_defaults(catalogue.with_trait("site", "central"))
-        return usual.with_(data=self.about.data, backbone=self.about.backbone)
+        return usual.with_(data=self.about.data, backbone=self.about.backbone, device=self.rules.device)
+
+    def device(self, setup: Setup) -> str:
+        try:
+            return device_of(setup)
+        except FedvlmError as error:
+            raise Refused(f"this site's rules: {error}") from None
 
     @cached_property
     def backbone(self) -> Backbone:

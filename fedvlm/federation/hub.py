@@ -7,10 +7,12 @@ another job goes on with it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +35,7 @@ from fedvlm.data.clients import Federation
 from fedvlm.data.formats.text import ALPHABET
 from fedvlm.data.pool import Pool, task_of, with_nouns
 from fedvlm.data.source import Source
-from fedvlm.errors import BadMessage, FedvlmError
+from fedvlm.errors import BadMessage, FedvlmError, VoidRound
 from fedvlm.federation import ledger
 from fedvlm.federation.engines import nvflare as engine
 from fedvlm.federation.links import Links
@@ -41,9 +43,7 @@ from fedvlm.federation.plan import (
     BEGIN,
     FETCHED,
     FINISH,
-    LEFT_OUT,
     LOOK,
-    ROUNDS,
     Agreed,
     Hello,
     Plan,
@@ -53,6 +53,7 @@ from fedvlm.federation.plan import (
 )
 from fedvlm.federation.remote import Silence
 from fedvlm.federation.secret import secret
+from fedvlm.federation.settings import SERVER_HOME, halt_file, status_file
 from fedvlm.federation.wire import Header, pack, unpack
 from fedvlm.system import allowed, files
 from fedvlm.system.names import file_name, printable
@@ -60,13 +61,13 @@ from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
 
-HOME = "FEDVLM_HOME"  # the server's, set by `fedvlm serve`
 BACKBONE = "FEDVLM_BACKBONE"  # its own copy of the backbone, if given there
+TICK = 1.0  # seconds between two looks at what a job says of itself
 SITES = "sites.json"  # in a run's folder: what each site said when it began
 MOST = 1 << 24  # bytes of an answer to look or begin
 MARK = 64  # characters of a site's mark
 MOST_SAID = 200  # characters of what a site says of its processor
-ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data
+ENCODING = 24 * 3600.0  # seconds that a site may take to encode its data, where the others wait for it
 
 Answer = TypeVar("Answer", Hello, SiteReady)
 
@@ -88,56 +89,83 @@ class Hub:
     def go(self) -> str:
         """The error that ended the run, in words; "" where it is finished."""
         plan = build(Plan, parsed(self.plan))
-        folder = Path(os.environ[HOME]) / "runs" / file_name(plan.name)
+        folder = Path(os.environ[SERVER_HOME]) / "runs" / file_name(plan.name)
         context = get_call_context()
         fl_ctx = collab.fl_ctx
         links = Links(plan.name, {p.name: p for p in context.clients}, lambda: set_call_context(context))
-        status = Status(folder)
-        fl_ctx.get_engine().register_app_command(ROUNDS, status.answer)
+        status = Status(folder, str(fl_ctx.get_job_id()))
+        threading.Thread(target=status.follow, daemon=True).start()
         place = Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id())) / FETCHED
         try:
-            Play(plan, links, folder, status).run()
+            Play(plan, links, folder, status).run(status.go_on)
+        except Halted:
+            return ""
         except Exception as error:
-            known = isinstance(error, FedvlmError)
-            status.error = str(error) if known else f"{type(error).__name__} (a defect; the server's log says where)"
-            files.write(place / "error.txt", status.error)
-            if not known:
+            status.ended(error)
+            if not isinstance(error, FedvlmError):
                 raise
             return status.error
         finally:
+            status.over.set()
+            with contextlib.suppress(FedvlmError):  # a full disk
+                status.write()
             links.close()
             if (folder / "run.json").exists():
-                shutil.copytree(folder, place, ignore=shutil.ignore_patterns(".lock", "*.lock"), dirs_exist_ok=True)
+                shutil.copytree(folder, place, ignore=shutil.ignore_patterns("*.lock"), dirs_exist_ok=True)
         return ""
 
 
-class Status:
-    """Progress for the admin client."""
+class Halted(Exception):
+    """The keeper asked the job to end after a whole round."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.error, self.said = folder, "", list[str]()
-        self.left_out: set[str] = set()  # for a reason that another job would not change
+
+class Status:
+    """What a job says of itself to the keeper and the office, in the run's folder."""
+
+    def __init__(self, folder: Path, job: str = ""):
+        self.folder, self.job = folder, job
+        self.error, self.passes = "", False  # why the run ended, and whether that may be otherwise another time
+        self.said: list[str] = []
+        self.left_out: dict[str, str] = {}  # sites, and why, for a reason that another job would not change
         self.links: Links | None = None
+        self.written = ""
+        self.over = threading.Event()
 
     def say(self, text: str) -> None:
         self.said.append(printable(text))
 
-    def answer(self, topic: str, asked: Any, fl_ctx: Any) -> dict[str, object]:
-        """The records of rounds from `since` on, and lines from `line` on."""
-        since, line = (int((asked or {}).get(k, 0)) for k in ("since", "line"))
-        run = RunFolder(self.folder)
-        record = (self.folder / "run.json").read_text(encoding="utf-8") if (self.folder / "run.json").exists() else ""
-        rounds = [r for r in run.rounds() if r["round"] >= since] if record else []
+    def ended(self, error: Exception) -> None:
+        known = isinstance(error, FedvlmError)
+        self.error = str(error) if known else f"{type(error).__name__} (a defect; the server's log says where)"
+        self.passes = isinstance(error, VoidRound)
+
+    def go_on(self, record: RoundRecord) -> None:
+        """Is called after each round."""
+        asked = halt_file(self.folder)
+        if asked.exists() and asked.read_text(encoding="utf-8") == self.job:
+            raise Halted
+
+    def write(self) -> None:
         silent = [name for name, why in self.links.trouble.items() if why] if self.links else []
-        found: dict[str, object] = {"run": record, "rounds": rounds[:50], "said": self.said[line:], "error": self.error}
         encoding = {k: v for k, v in self.links.progress.items() if v} if self.links else {}
-        return found | {"left_out": sorted(self.left_out), "silent": sorted(silent), "encoding": encoding}
+        told = {"job": self.job, "error": self.error, "passes": self.passes, "said": self.said}
+        content = json.dumps(told | {"left_out": self.left_out, "silent": sorted(silent), "encoding": encoding})
+        if content != self.written:
+            files.write(status_file(self.folder), content, private=True)
+            self.written = content
+
+    def follow(self) -> None:
+        """Writes what changes, until the job is over."""
+        while not self.over.wait(TICK):
+            with contextlib.suppress(FedvlmError):  # a full disk
+                self.write()
 
 
 class Play:
     def __init__(self, plan: Plan, links: Links, folder: Path, status: Status):
         self.plan, self.links, self.folder, self.status = plan, links, folder, status
         status.links = links
+        links.rests.say = lambda name, why: self.leave_out(name, why, for_good=False)
         self.setup = plan.setup()
         self.heard: list[Heard] = []
 
@@ -205,7 +233,8 @@ class Play:
         agreed = Agreed(0, list(task.classes), list(task.nouns))
         self.links.agreement = self.plan.agreement(agreed)
         frames = {n: packed_record(replace(agreed, id=self.plan.sites.index(n))) for n in hellos}
-        found = self.ask(BEGIN, frames, SiteReady, ENCODING)
+        config = self.setup.config
+        found = self.ask(BEGIN, frames, SiteReady, ENCODING, config.quorum, 60 * config.start_timeout)
         for name, ready in list(found.items()):
             fits = len(ready.counts) == 3 and all(0 <= n < 1 << 40 for n in ready.counts) and len(ready.mark) <= MARK
             if not fits:
@@ -246,9 +275,17 @@ class Play:
         self.heard = [Heard(name, FINISH, round, a) for name, a in answers.items() if readable(a)]
         self.keep(run, {})
 
-    def ask(self, step: str, parts: dict[str, Any], kind: type[Answer], seconds: float) -> dict[str, Answer]:
+    def ask(
+        self,
+        step: str,
+        parts: dict[str, Any],
+        kind: type[Answer],
+        seconds: float,
+        quorum: float = 1.0,
+        grace: float = 0.0,
+    ) -> dict[str, Answer]:
         found: dict[str, Answer] = {}
-        for name, answer in self.ask_raw(step, parts, seconds).items():
+        for name, answer in self.ask_raw(step, parts, seconds, 0, quorum, grace).items():
             if isinstance(answer, Silence):  # it may come, or come back
                 trouble = self.links.trouble.get(name)
                 self.leave_out(name, f"{answer} ({trouble})" if trouble else answer.value, for_good=False)
@@ -263,17 +300,20 @@ class Play:
                 self.leave_out(name, str(error))
         return found
 
-    def ask_raw(self, step: str, parts: dict[str, Any], seconds: float, round: int = 0) -> dict[str, bytes | Silence]:
+    def ask_raw(
+        self, step: str, parts: dict[str, Any], seconds: float, round: int = 0, quorum: float = 1.0, grace: float = 0.0
+    ) -> dict[str, bytes | Silence]:
         self.links.tickets += 1
         ticket = self.links.tickets
         frames = {n: pack(Header(step, round, 0, ticket), p) for n, p in parts.items()}
-        return self.links.exchange(frames, dict.fromkeys(frames, MOST), ticket, seconds, 1.0, seconds)
+        most = dict.fromkeys(frames, MOST)
+        return self.links.exchange(frames, most, ticket, seconds, quorum, grace, lasting=step == BEGIN)
 
     def leave_out(self, name: str, reason: str, for_good: bool = True) -> None:
-        text = f"{name} {LEFT_OUT}: {printable(reason, 300)}"
+        text = f"{name} does not take part: {printable(reason, 300)}"
         self.status.say(text)
         if for_good:
-            self.status.left_out.add(name)
+            self.status.left_out[name] = printable(reason, 300)
         files.private_folder(self.folder)  # the run itself may not have begun
         RunFolder(self.folder).log(text)
 

@@ -28,9 +28,7 @@ from fedvlm.parts import registry
 LOOK, BEGIN, FINISH = "look", "begin", "finish"  # requests beside the steps
 JSON = "json"  # the part of a frame that holds one of these
 LONGEST = 1 << 24  # bytes of such a text
-ROUNDS = "fedvlm.rounds"  # a question of who started the run to the server: the records since then
 FETCHED = "fedvlm"  # the folder in a job's workspace that is fetched at the end
-LEFT_OUT = "does not take part"  # in lines of a run's log, behind the name of a site
 
 
 @dataclass(frozen=True)

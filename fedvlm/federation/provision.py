@@ -13,17 +13,18 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import fedvlm
 from fedvlm.core.records import build, parsed, read_text
 from fedvlm.errors import FedvlmError
+from fedvlm.federation.health import end_of
 from fedvlm.federation.settings import About, kit_settings
 from fedvlm.system import files
 from fedvlm.system.names import RESERVED
@@ -38,6 +39,7 @@ HOST = re.compile(r"(?=.{1,64}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z
 ROOT_DAYS, KIT_DAYS = 3650, 360  # that certificates are valid; the second number is NVFlare's
 MEMBER = re.compile(r"([A-Za-z0-9_]+/)?[A-Za-z0-9_]+\.[A-Za-z0-9]+")  # the names of files in a kit
 MOST_FILES, MOST_BYTES = 100, 10 << 20
+PURPOSES, REQUEST = ("client", "server"), ".request.zip"  # of a site's certificates: towards the server, and inside
 # The certificate with which a site's own processes reach each other (CONNECTIONS in settings.py)
 INTERNAL = {"scheme": "tcp", "default_host": "localhost", "connection_security": "mtls"}
 MISSING = "a federation across machines needs NVFlare: pip install 'fedvlm[nvflare]'"
@@ -94,9 +96,9 @@ def new_federation(sites: Sequence[str], name: str, host: str, port: int, out: P
     return kits
 
 
-def add_sites(names: Sequence[str], out: Path) -> list[Path]:
+def add_sites(names: Sequence[str], out: Path, keys: Mapping[str, Any] | None = None) -> list[Path]:
     """Kits for further sites, made with the kept root key. A name that has one (also `server` and `admin`) gets a new one,
-    with a certificate that begins today; the old one stays valid until its day."""
+    with a certificate that begins today; the old one stays valid until its day. `keys`: public ones, of a request."""
     federation = read_federation(out)
     check_names([n for n in names if n not in (SERVER, ADMIN)] or ["site"])
     known = {n.lower(): n for n in federation.sites}
@@ -106,11 +108,65 @@ def add_sites(names: Sequence[str], out: Path) -> list[Path]:
                 f"there is a site {known[site.lower()]}, and {site} differs only in case; use another name"
             )
     with files.writing(out):
-        kits = make_kits(federation, names, out)
+        kits = make_kits(federation, names, out, keys)
         sites = [*federation.sites, *(n for n in names if n not in (*federation.sites, SERVER, ADMIN))]
         content = asdict(federation) | {"sites": sites}
         files.write(out / FEDERATION, json.dumps(content, indent=2), private=True)
     return kits
+
+
+def request_kit(site: str, folder: Path) -> Path:
+    """New keys of a site in `folder`, where they stay, and beside it the request that goes to the office."""
+    check_names([site])
+    if folder.exists():
+        raise FedvlmError(f"{folder} exists; move it away, or join with the kit that it holds")
+    lighter = nvflare("lighter.utils")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        for purpose in PURPOSES:
+            key, _ = lighter.generate_keys()
+            asked = x509.CertificateSigningRequestBuilder().subject_name(lighter.x509_name(site, ORGANISATION))
+            content = asked.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+            files.write(folder / "startup" / f"{purpose}.key", lighter.serialize_pri_key(key), private=True)
+            files.write(Path(place) / f"{purpose}.csr", content)
+        for made in (folder, folder / "startup"):
+            files.private_folder(made)
+        zip_kit(Path(place), request := folder.with_name(f"{folder.name}{REQUEST}"))
+    return request
+
+
+def sign(request: Path, out: Path) -> Path:
+    """The kit of a site without keys: certificates for the keys that its request names."""
+    names, keys = set[str](), {}
+    from cryptography import x509
+
+    try:
+        with zipfile.ZipFile(request) as archive:
+            for purpose in PURPOSES:
+                asked = x509.load_pem_x509_csr(archive.read(f"{purpose}.csr"))
+                if not asked.is_signature_valid:
+                    raise ValueError("who asks does not have the key")
+                keys[purpose] = asked.public_key()
+                names |= {str(a.value) for a in asked.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)}
+        (site,) = names
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise FedvlmError(
+            f"{request} is no request of `fedvlm join SITE --request` ({error}); ask for it again"
+        ) from error
+    return add_sites([site], out, keys)[0]
+
+
+def certify(folder: Path, name: str, federation: KeptFederation, out: Path, keys: Mapping[str, Any]) -> None:
+    """Certificates for these public keys in place of the kit's keys and certificates."""
+    lighter = nvflare("lighter.utils")
+    root, us = lighter.load_private_key_file(str(out / ROOT_KEY)), lighter.Identity(name, ORGANISATION)
+    for purpose, key in keys.items():
+        host = {"server_default_host": INTERNAL["default_host"]} if purpose == "server" else {}
+        made = lighter.generate_cert(us, lighter.Identity(federation.name), root, key, valid_days=KIT_DAYS, **host)
+        (folder / "startup" / f"{purpose}.crt").write_bytes(lighter.serialize_cert(made))
+        (folder / "startup" / f"{purpose}.key").unlink()
 
 
 def check_names(sites: Sequence[str]) -> None:
@@ -138,10 +194,14 @@ def read_federation(out: Path) -> KeptFederation:
         raise FedvlmError(f"{out / FEDERATION} cannot be read ({error}); restore it from a copy") from error
 
 
-def make_kits(federation: KeptFederation, names: Sequence[str], out: Path) -> list[Path]:
+def make_kits(
+    federation: KeptFederation, names: Sequence[str], out: Path, keys: Mapping[str, Any] | None = None
+) -> list[Path]:
     kits = []
     with tempfile.TemporaryDirectory(dir=out) as temporary:  # inside: nobody else can enter
         for name, folder in provision(federation, names, out, Path(temporary)).items():
+            if keys:
+                certify(folder, name, federation, out, keys)
             prepare_kit(folder, federation, name)
             kits.append(out / f"{name}.zip")
             zip_kit(folder, kits[-1])
@@ -204,7 +264,7 @@ def prepare_kit(folder: Path, federation: KeptFederation, name: str) -> None:
             path.unlink()
     own = folder / "startup" / ("server.crt" if kind == "server" else "client.crt")
     mark = hashlib.sha256(own.read_bytes()).hexdigest()[:16]
-    ends = (datetime.now(UTC) + timedelta(days=KIT_DAYS)).date().isoformat()
+    ends = nvflare("lighter.utils").load_crt_bytes(own.read_bytes()).not_valid_after_utc.isoformat()
     at = (federation.name, federation.host, federation.port)
     about = About(kind, name, *at, ends, mark, fedvlm.__version__, federation.sites if kind == "admin" else [])
     write_json(folder / ABOUT, asdict(about))
@@ -241,13 +301,18 @@ def unzip_kit(path: Path) -> Path:
             about = archive.read(ABOUT)
             if (folder / ABOUT).is_file() and (folder / ABOUT).read_bytes() == about:
                 return folder
-            if folder.exists():
-                raise FedvlmError(f"{folder} exists and holds another kit; move it away, and give {path.name} again")
             members = [m for m in archive.infolist() if not m.is_dir()]
             if len(members) > MOST_FILES or sum(m.file_size for m in members) > MOST_BYTES:
                 raise FedvlmError(f"{path} is too large for a kit; ask for it again")
             if odd := [m.filename for m in members if not MEMBER.fullmatch(m.filename)]:
                 raise FedvlmError(f"{path} is not a kit: it holds {odd[0]}")
+            if not any(m.filename.endswith(".key") for m in members):
+                check_keys(folder, archive)
+                for member in members:
+                    files.write(folder / member.filename, archive.read(member), private=True)
+                return folder
+            if folder.exists():
+                raise FedvlmError(f"{folder} exists and holds another kit; move it away, and give {path.name} again")
             part = Path(tempfile.mkdtemp(dir=path.parent, suffix=files.PART))
             try:
                 for member in members:
@@ -261,6 +326,18 @@ def unzip_kit(path: Path) -> Path:
     except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, RuntimeError, zlib.error) as error:
         raise FedvlmError(f"{path} is not a kit: {error}") from error
     return folder
+
+
+def check_keys(folder: Path, archive: zipfile.ZipFile) -> None:
+    """An error where a kit without keys is not the answer to the request whose keys are here."""
+    lighter = nvflare("lighter.utils")
+    for purpose in PURPOSES:
+        path, certificate = folder / "startup" / f"{purpose}.key", archive.read(f"startup/{purpose}.crt")
+        if not path.exists():
+            raise FedvlmError(f"{path} is missing: this kit is for keys that `fedvlm join SITE --request` made there")
+        key = lighter.load_private_key_file(str(path)).public_key()
+        if key != lighter.load_crt_bytes(certificate).public_key():
+            raise FedvlmError(f"{path} is another key than the kit is for; send the office the request of this one")
 
 
 def open_kit(name: str, kind: Kind) -> tuple[Path, About]:
@@ -281,7 +358,7 @@ def open_kit(name: str, kind: Kind) -> tuple[Path, About]:
         raise FedvlmError(
             f"{name} is the kit of {about.kind} {about.name}, for `{use}`; this needs the kit of a {kind}"
         )
-    if about.ends < datetime.now(UTC).date().isoformat():
+    if end_of(about) < datetime.now(UTC):
         raise FedvlmError(
             f"{name}: its certificate ended on {about.ends}; ask for a new kit (`fedvlm federation add {about.name}`)"
         )

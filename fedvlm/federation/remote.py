@@ -32,6 +32,7 @@ class Silence(StrEnum):
     DIED = "its process ended twice"
     LATE = "no answer in time"
     GONE = "it is not there"
+    RESTS = "it failed too often"
 
 
 class Remote(Engine):
@@ -105,6 +106,8 @@ class Remote(Engine):
 
     def read(self, client: int, answer: bytes | Silence, asked: Header) -> dict[str, Params] | None:
         """What a client answered; None where that is nothing, and the guard knows why."""
+        if answer is Silence.RESTS:  # which was said when it began
+            return None
         if isinstance(answer, Silence):
             self.guard.failed(client, asked.round, f"{answer}{self.where(client)}", answer is not Silence.DIED)
             return None

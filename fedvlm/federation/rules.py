@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # embeddings: of private images, or their class means. pixels: the gradients of whole networks, which hold images
 REVEALS = ("embeddings", "pixels")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 RAW = ("pixels", "text")  # views of adapters that are trained on the examples themselves
 STEPS = ("train", "adjust", "validate", "score", "diagnose", "secure.*")
 
@@ -32,6 +33,7 @@ class Rules:
     secure: bool = False  # only runs with secure aggregation are answered
     counts: bool = True  # false: how many examples this site has is not told, and it counts as one
     smallest_examples: int = 8  # behind any number that leaves: of training and of each class in it, of a scored split
+    device: str = "auto"  # where runs train here, of DEVICES; auto: a GPU, if any, for networks and prompts
     reveals: list[str] = field(default_factory=list)  # what methods may show beside updates and scores, of REVEALS
 
     @classmethod
@@ -52,6 +54,8 @@ class Rules:
             rules = build(cls, raw)
             if odd := sorted({*rules.reveals} - {*REVEALS}):
                 raise ValueError(f"reveals: '{odd[0]}'; {nearest(odd[0], REVEALS)}")
+            if rules.device not in DEVICES:
+                raise ValueError(f"device: '{rules.device}'; {nearest(rules.device, DEVICES)}")
             return rules
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise FedvlmError(f"rules={path}: {error}") from error

@@ -9,20 +9,27 @@ from pathlib import Path
 
 LONGEST_MESSAGE = 1 << 30  # bytes; larger ones are refused before memory is taken for them
 MOST_SITES = 10_000
+SERVER_HOME = "FEDVLM_HOME"  # a variable of the server's processes, set by `fedvlm serve`
+OVERVIEW = "overview.json"  # in a server's home: sites and runs, as its keeper last saw them
+LOOK, KEEP = (
+    "fedvlm_look",
+    "fedvlm_keep",
+)  # admin commands of the keeper (keeper.py): what runs do, and what they shall do
 
 # The classes that a job may name; there are no others, and a job that brings code is refused (`byoc` below).
 CLASSES = {
     "server": ["fedvlm.federation.hub.Hub", "nvflare.collab.runtime.controller.CollabController"],
     "site": ["fedvlm.federation.site.Site", "fedvlm.federation.comeback.Executor"],
 }
-# Who starts runs may start, watch and stop them, and fetch their results. Files and errors of a site, its environment and
-# its processes are not shown, and nobody else has any right.
+# Who starts runs may start, watch and stop them, fetch their results, and leave sites out. Files and errors of a site, its
+# environment and its processes are not shown, and nobody else has any right.
 RIGHTS = {
     "submit_job": "any",
     "manage_job": "any",
     "download_job": "any",
     "view": "any",
-    "app_command": "any",  # news of a run: NVFlare puts it into no category
+    LOOK: "any",
+    KEEP: "any",
     "clone_job": "none",
     "operate": "none",
     "shell_commands": "none",
@@ -40,6 +47,7 @@ CONNECTIONS = {
     "streaming_max_blob_size": LONGEST_MESSAGE,
 }
 SESSION = {"idle_timeout": 900.0, "login_timeout": 10.0, "authenticate_msg_timeout": 10.0, "with_debug": False}
+LARGEST_LOG = 20 << 20  # bytes
 # One file that does not grow without bound
 LOGGING = {
     "version": 1,
@@ -57,12 +65,22 @@ LOGGING = {
             "formatter": "plain",
             "filename": "log.txt",
             "mode": "a",
-            "maxBytes": 20 << 20,
+            "maxBytes": LARGEST_LOG,
             "backupCount": 5,
         }
     },
     "loggers": {"root": {"level": "INFO", "handlers": ["file"]}},
 }
+
+
+def status_file(run: Path) -> Path:
+    """What the job of a run says of itself to the server's keeper. A run's own folder holds nothing before it began."""
+    return run.parent.parent / "status" / f"{run.name}.json"
+
+
+def halt_file(run: Path) -> Path:
+    """Holds the job that shall end after the round under way: its keeper writes it, the job looks for it."""
+    return run.parent.parent / "status" / f"{run.name}.halt"
 
 
 @dataclass(frozen=True)
@@ -155,5 +173,6 @@ def server_parts(folder: Path) -> dict[str, object]:
             component("job_manager", "apis.impl.job_def_manager.SimpleJobDefManager", **jobs),
             component("job_store", "app_common.storages.filesystem_storage.FilesystemStorage"),
             component("process_launcher", launcher),
+            component("keeper", "fedvlm.federation.keeper.Keeper"),
         ],
     }

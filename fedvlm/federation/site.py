@@ -9,7 +9,10 @@ between: this process takes no memory for them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,8 @@ from fedvlm.system.names import file_name, printable
 PART = 8 << 20  # bytes of a message that travel in one call
 LONGEST_WAIT = 20.0  # seconds that a call may wait for the agent
 STARTS = 2  # of the agent for one request
+LEAST = 1 << 20  # bytes of a disk that is not full
+FULL = "its disk is full"
 LOG = "agent.log"
 
 DONE, WORKING, UNKNOWN, LATE, DIED = "done", "working", "unknown", "late", "died"
@@ -98,6 +103,14 @@ class Site:
     def ask(self, run: str, ticket: int, frame: bytes, wait: float) -> dict[str, Any]:
         """The answer, if it is there within `wait` seconds; a frame is needed with a ticket's first call only."""
         only_server()
+        try:
+            return self.answer(run, ticket, frame, wait)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return {"state": DIED, "why": FULL}
+
+    def answer(self, run: str, ticket: int, frame: bytes, wait: float) -> dict[str, Any]:
         with self.changed:
             if ticket < self.ticket:
                 return {"state": LATE}
@@ -114,7 +127,7 @@ class Site:
                 self.changed.wait(left)
                 if self.agent and self.agent.ended and self.reply is None:
                     if self.starts >= STARTS:
-                        return {"state": DIED}
+                        return {"state": DIED, "why": self.why()}
                     if self.frame is None:  # it ended in the middle of its answer
                         return {"state": UNKNOWN}
                     self.start(run, again=True)
@@ -159,6 +172,13 @@ class Site:
             if reply is not None and agent is self.agent and ticket == self.ticket:
                 self.reply = reply
             self.changed.notify_all()
+
+    def why(self) -> str:
+        """What can be said of an agent that ended: nothing that depends on the data."""
+        if shutil.disk_usage(self.home).free < LEAST:
+            return FULL
+        killed = self.agent is not None and self.agent.process.returncode == -signal.SIGKILL
+        return "it was killed, as it happens when memory is short" if killed else ""
 
     def progress(self, run: str) -> str:
         try:

@@ -19,7 +19,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -27,13 +29,14 @@ from typing import Any, cast
 from filelock import FileLock, Timeout
 
 from fedvlm.errors import FedvlmError
+from fedvlm.federation.health import Health, answering, look
 from fedvlm.federation.provision import ORGANISATION, Kind, nvflare, open_kit, write_json, write_settings
-from fedvlm.federation.settings import About
+from fedvlm.federation.settings import LARGEST_LOG, OVERVIEW, SERVER_HOME, About
 from fedvlm.system import console, files
 from fedvlm.system.machine import data_home
 
 # variables that the processes of jobs inherit
-SITE_HOME, SERVER_HOME, SERVER_BACKBONE = "FEDVLM_SITE", "FEDVLM_HOME", "FEDVLM_BACKBONE"
+SITE_HOME, SERVER_BACKBONE = "FEDVLM_SITE", "FEDVLM_BACKBONE"
 ABOUT_SITE = "site.json"  # in a site's home
 LOG, CONSOLE = "log.txt", "console.txt"  # NVFlare's log, and what it prints beside it (the reason why it cannot start)
 STARTS, WITHIN = 5, 300.0  # so many starts in so many seconds, and it is given up
@@ -46,6 +49,7 @@ TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
     "server": [
         (re.compile(r"Server started"), "listening at {host}:{port}; Ctrl-C ends it"),
         (re.compile(r"Client: New client (?P<who>[\w-]+)@\S+ joined"), "{who} has joined"),
+        (re.compile(r" - INFO - .*keeper: (?P<what>.*)"), "{what}"),
     ],
     "site": [
         (
@@ -56,18 +60,21 @@ TOLD: dict[Kind, list[tuple[re.Pattern[str], str]]] = {
 }
 
 
-def serve_federation(kit: str, home: str = "", backbone: str = "") -> None:
-    """Runs a federation's server until it is stopped. `backbone`: the server's own copy; without, the one of each run."""
+def serve_federation(kit: str, home: str = "", backbone: str = "", health: str = "") -> None:
+    """Runs a federation's server until it is stopped. `backbone`: the server's own copy; without, the one of each run.
+    `health`: [HOST:]PORT for `/health` and `/metrics`."""
     folder, about = open_kit(kit, "server")
     place = home_of(about, home)
     given = {SERVER_HOME: str(place)} | ({SERVER_BACKBONE: own_backbone(backbone)} if backbone else {})
     files.private_folder(place / "runs")
     free_port(about)
     console.line(f"server of {about.federation}: runs go to {place / 'runs'}, NVFlare's log to {folder / LOG}")
-    Party(folder, about, given).run(console.line)
+    Party(folder, about, given, health).run(console.line)
 
 
-def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "", check: bool = False) -> None:
+def join(
+    kit: str, data: str, backbone: str, rules: str = "", home: str = "", health: str = "", check: bool = False
+) -> None:
     """Runs a site until it is stopped. That the data can be read and the backbone loaded is checked before. `check`: only
     says what could leave."""
     folder, about = open_kit(kit, "site")
@@ -78,13 +85,16 @@ def join(kit: str, data: str, backbone: str, rules: str = "", home: str = "", ch
             console.line(sentence)
         return
     place = home_of(about, home)
-    content = checked_site(about, data, backbone, rules)
+    with ProcessPoolExecutor(
+        1, get_context("spawn")
+    ) as own:  # torch goes with that process: a site that waits is small
+        content = own.submit(checked_site, about, data, backbone, rules).result()
     with alone(folder):  # a site that runs keeps its own
         write_json(place / ABOUT_SITE, content)
     console.line(f"{about.name}: its state and its ledger are in {place}, NVFlare's log is {folder / LOG}")
     if not reachable(about):
         console.line(f"{about.host}:{about.port} does not answer; {about.name} joins as soon as it does")
-    Party(folder, about, {SITE_HOME: str(place)}).run(console.line)
+    Party(folder, about, {SITE_HOME: str(place)}, health).run(console.line)
 
 
 def checked_site(about: About, data: str, backbone: str, rules: str) -> dict[str, str]:
@@ -145,7 +155,7 @@ def reachable(about: About) -> bool:
 class Party:
     """NVFlare's process of a server or a site, and those that it starts for jobs."""
 
-    def __init__(self, folder: Path, about: About, environment: dict[str, str]):
+    def __init__(self, folder: Path, about: About, environment: dict[str, str], health: str = ""):
         nvflare("apis")  # an error says what is missing before anything is started
         for path in (str(folder), sys.executable):
             if shlex.split(path) != [path]:
@@ -153,13 +163,14 @@ class Party:
                     f"NVFlare cannot start jobs from {path}: it takes no spaces, quotes or backslashes; move it (on "
                     "Windows, use WSL)"
                 )
-        self.folder, self.about, self.environment = folder, about, environment
+        self.folder, self.about, self.environment, self.health = folder, about, environment, health
+        self.restarts, self.told = 0, set[str]()
         self.process: subprocess.Popen[bytes] | None = None
         self.read = 0  # bytes of the log
 
     def run(self, say: Callable[[str], None]) -> None:
         """Supervise the processes until Ctrl-C or a signal to end."""
-        with alone(self.folder), signals() as stopping:
+        with alone(self.folder), answering(self.health, self.look), signals() as stopping:
             starts: deque[float] = deque(maxlen=STARTS)
             try:
                 while not stopping.is_set():
@@ -167,6 +178,7 @@ class Party:
                     self.start()
                     while self.alive and not stopping.wait(TICK):
                         self.tell(say)
+                        self.warn(say)
                     if stopping.is_set():
                         break
                     self.tell(say)
@@ -176,6 +188,7 @@ class Party:
                             f"{self.folder / LOG} or {self.folder / CONSOLE}"
                         )
                     say("NVFlare's process ended by itself; it is started again")
+                    self.restarts += 1
                     self.stop()
                     stopping.wait(PAUSE)
             finally:
@@ -189,6 +202,11 @@ class Party:
     def start(self) -> None:
         end(self.processes())  # of an earlier start that was killed
         write_settings(self.folder, self.about, self.folder)
+        for grown in (self.folder / "audit.log", self.home / "agent.log"):  # NVFlare and agents only append to them
+            if grown.exists() and grown.stat().st_size > LARGEST_LOG:
+                grown.replace(grown.with_suffix(".old"))
+        if self.about.kind == "server":
+            files.write(self.home / OVERVIEW, "{}", private=True)  # what the keeper wrote before is of another process
         log = self.folder / LOG
         self.read = log.stat().st_size if log.exists() else 0
         call = [sys.executable, "-m", MODULE, self.about.kind, str(self.folder), self.about.name, str(os.getpid())]
@@ -214,6 +232,23 @@ class Party:
             for pattern, words in TOLD[cast(Kind, self.about.kind)]:
                 if match := pattern.search(line):
                     say(words.format(**asdict(self.about), **match.groupdict()))
+
+    def look(self) -> Health:
+        return look(self.about, self.home, self.alive, self.restarts)
+
+    @property
+    def home(self) -> Path:
+        return Path(self.environment.get(SITE_HOME) or self.environment.get(SERVER_HOME) or self.folder)
+
+    def warn(self, say: Callable[[str], None]) -> None:
+        """Says what is wrong, once; an error where the certificate ended, since no new start would help."""
+        found = look(self.about, self.home, True, self.restarts)
+        if found.certificate_days <= 0:
+            raise FedvlmError(f"{self.about.name}: {found.faults[0]}")
+        now = {*found.faults, *found.warnings}
+        for text in sorted(now - self.told):
+            say(text)
+        self.told = now
 
     def new_lines(self) -> list[str]:
         try:

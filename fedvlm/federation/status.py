@@ -1,4 +1,4 @@
-"""`fedvlm federation status`: who is connected, and which runs are under way; and the session with the server."""
+"""The office's session with a federation's server: what is asked of its keeper (keeper.py), and what is told it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedvlm.errors import FedvlmError
 from fedvlm.federation.provision import USER, nvflare, open_kit
@@ -14,31 +14,11 @@ from fedvlm.federation.settings import About
 from fedvlm.federation.start import reachable
 
 LOGIN_SECONDS = 15.0
-WAITING = ("SUBMITTED", "APPROVED", "DISPATCHED")
+ANSWER_SECONDS = 30.0
 
 
 class Unreachable(FedvlmError):
     """The server does not answer, or not yet."""
-
-
-class SiteState(NamedTuple):
-    name: str
-    heard: float  # time.time() of its last sign of life
-
-
-class StartedRun(NamedTuple):
-    id: str
-    name: str
-    state: str
-    submitted: str
-
-
-class FederationStatus(NamedTuple):
-    federation: str
-    address: str
-    since: float  # time.time() of the server's start
-    sites: list[SiteState]
-    jobs: list[StartedRun]
 
 
 @contextlib.contextmanager
@@ -58,22 +38,33 @@ def session(kit: str) -> Iterator[tuple[Any, About]]:
             f"{where}: login failed ({type(error).__name__}); does {kit} belong to this federation?"
         ) from error
     try:
+        with flare_errors():
+            opened.set_timeout(ANSWER_SECONDS)
         yield opened, about
     finally:
         opened.close()
 
 
-def status(kit: str) -> FederationStatus:
-    with session(kit) as (opened, about):
-        found = opened.get_system_info()
-        # a job whose server was killed is RUNNING in the list for ever: only the server knows what really runs
-        running = {j.job_id for j in found.job_info}
-        jobs = [j for j in opened.list_jobs() if j["job_id"] in running or j["status"] in WAITING]
-    sites = [SiteState(str(c.name), float(c.last_connect_time)) for c in found.client_info]
-    return FederationStatus(
-        about.federation,
-        f"{about.host}:{about.port}",
-        float(found.server_info.start_time),
-        sorted(sites),
-        [StartedRun(str(j["job_id"]), str(j["job_name"]), str(j["status"]), str(j["submit_time"])[:19]) for j in jobs],
-    )
+@contextlib.contextmanager
+def flare_errors() -> Iterator[None]:
+    """NVFlare's own kinds of errors mean here that the server is away."""
+    try:
+        yield
+    except FedvlmError:
+        raise
+    except Exception as error:
+        raise Unreachable(f"the server does not answer ({type(error).__name__})") from error
+
+
+def ask(flare: Any, command: str, word: str, name: str = "", **more: object) -> dict[str, Any]:
+    """The keeper's answer to one of its admin commands; an error in its own words."""
+    with flare_errors():
+        reply = flare.do_command(f"{command} {word} {name}".strip(), more or None)
+        found = next((i["data"] for i in reply.get("data", []) if i.get("type") == "dict"), None)
+    if found is None:
+        if "not authorized" in str(reply).lower():
+            raise FedvlmError(f"this kit may not: {word} {name}".strip())
+        raise Unreachable(f"the server does not answer ({reply.get('status', 'no reason')})")
+    if "refused" in found:
+        raise FedvlmError(str(found["refused"]))
+    return dict(found)

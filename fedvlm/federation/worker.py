@@ -9,6 +9,7 @@ and writes nothing any more; one whose parent is gone ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import os
@@ -80,6 +81,7 @@ class ClientRecord:
     first: int = 0  # the place of its first example in the pool
     backbone: str = ""
     threads: int = 1
+    device: str = "cpu"  # where it trains
     privacy: dict[str, float | str] | None = None  # dp=
     secret: str = ""  # dp=: in hexadecimal, random and this client's own; "": made of the seed (a simulation)
     ledger: str = ""  # the file; "": in this folder
@@ -173,7 +175,7 @@ class SiteClient:
             files.write(folder / EPOCH, str(self.epoch).encode(), private=True)
         self.diary = Diary(folder, sync=bool(about.ledger))  # nobody else writes it from here on
         self.engine = Stacked(
-            method, data, 1, folder / "rows.bin", self._warn, guard=self.only_process, name=lambda _: about.name
+            method, data, 1, folder / "rows.bin", self._warn, about.device, self.only_process, name=lambda _: about.name
         )
 
     @staticmethod
@@ -262,7 +264,7 @@ class SiteClient:
             if about.budget and about.release and step == "train":
                 about.budget.spend(header.round, asked, about.release)
             key = hmac.digest(bytes.fromhex(about.secret), asked.encode(), "sha256")
-            self.engine.method = replace(self.method, privacy=replace(privacy, secret=key))
+            self.engine.method = replace(self.engine.method, privacy=replace(privacy, secret=key))
         schema = STEPS[step].schema(self.method, self.engine.data.extras)
         if step == "score" and not any(about.scored):  # without a look at the data
             reply = Reply(np.array([0]), {k: torch.zeros(1, *f.shape) for k, f in schema.values.items()})
@@ -362,6 +364,11 @@ def told(error: Exception, step: str, rehearsal: bool = False) -> str:
     if isinstance(error, Refused | BadMessage) and not {"/", "\\"} & set(text := str(error)):
         return printable(text, SAID)
     print(f"{step}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    chain = (error, error.__cause__)
+    if any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in chain):
+        return "its disk is full"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "its memory is full"
     return "failed (the site's log says more)"
 
 

@@ -15,7 +15,7 @@ from fedvlm import api
 from fedvlm.cli import main
 from fedvlm.core.records import RunRecord
 from fedvlm.errors import FedvlmError
-from fedvlm.federation import admin, start
+from fedvlm.federation import admin, provision, start
 from fedvlm.federation.plan import Plan
 from fedvlm.report.page import run_facts
 from fedvlm.report.tables import table_notes
@@ -61,17 +61,15 @@ def test_a_run_that_is_resumed_is_the_one_that_was_begun(begun, tmp_path, monkey
 
     plans: list[Plan] = []
 
-    def job(follower: admin.Follower) -> admin.Followed:
+    def run(follower: admin.Follower) -> RunFolder:
         plans.append(follower.plan)
-        return admin.Followed("", "seen")
+        raise FedvlmError("seen")
 
-    @contextlib.contextmanager
-    def session(kit: str):
-        late = SimpleNamespace(get_connected_client_list=lambda: [SimpleNamespace(name="west")])
-        yield late, SimpleNamespace(sites=sites[:1], federation="hearts")
-
-    monkeypatch.setattr(admin, "session", session)
-    monkeypatch.setattr(admin.Follower, "job", job)
+    about = SimpleNamespace(sites=sites[:1], federation="hearts")
+    late = {"sites": {"west": 1.0}, "runs": []}
+    monkeypatch.setattr(admin, "session", lambda kit: contextlib.nullcontext((Server(late), about)))
+    monkeypatch.setattr(admin, "open_kit", lambda kit, kind: (None, about))
+    monkeypatch.setattr(admin.Follower, "run", run)
     for chosen, out in ((setup, None), (again, begun)):
         with pytest.raises(FedvlmError, match="seen"):
             admin.run_on_sites(chosen, lambda record: None, out)
@@ -79,6 +77,47 @@ def test_a_run_that_is_resumed_is_the_one_that_was_begun(begun, tmp_path, monkey
     other = asked(tmp_path / "admin.zip", out=str(begun), rounds="2")
     with pytest.raises(FedvlmError, match="holds another run; choose another out="):
         admin.run_on_sites(other, lambda record: None)
+
+
+@pytest.fixture
+def kit(tmp_path, monkeypatch) -> Path:
+    """The kit of who starts runs, of a federation of three sites."""
+    pytest.importorskip("nvflare")
+    monkeypatch.setattr(admin, "session", lambda kit: pytest.fail("it was contacted"))
+    provision.new_federation(["north", "south", "west"], "hearts", "localhost", 8102, tmp_path / "kits")
+    return tmp_path / "kits" / "admin.zip"
+
+
+def test_dry_submits_nothing(kit, capsys):
+    assert main(["run", "fedot", "rounds=10", "unseen=west", f"federation={kit}", "--dry"]) == 0
+    said = capsys.readouterr().out
+    assert "north" in said and "held out" in said and "10 rounds" in said and "nothing was submitted" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (["dp=client", "epsilon=8"], "with 3 sites the default δ of 1/n^1.1 is 0.3, which promises nothing"),
+        (["secure=true", "cosine=true"], "compares single clients with cosine=true; give cosine=false"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_submitted(kit, keys, why, capsys):
+    for more in ([], ["--dry"]):
+        assert main(["run", "fedavg", *keys, f"federation={kit}", *more]) == 1
+        assert why in capsys.readouterr().err
+    assert main(["run", "fedavg", "dp=client", "epsilon=8", "delta=1e-5", f"federation={kit}", "--dry"]) == 0
+
+
+def test_ctrl_c_says_that_the_run_goes_on(kit, monkeypatch, capsys):
+    def stopped(follower):
+        raise KeyboardInterrupt
+
+    about = SimpleNamespace(sites=["noto"], federation="hearts")
+    here = Server({"sites": {"noto": 1.0}, "runs": []})
+    monkeypatch.setattr(admin, "session", lambda kit: contextlib.nullcontext((here, about)))
+    monkeypatch.setattr(admin.Follower, "run", stopped)
+    assert main(["run", "fedot", "rounds=1", f"federation={kit}"]) == 130
+    assert "goes on at the server of hearts; continue with: fedvlm run fedot" in capsys.readouterr().err
 
 
 def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatch, capsys):
@@ -91,19 +130,6 @@ def test_a_folder_from_others_contacts_no_federation(begun, tmp_path, monkeypatc
         assert main(["resume", str(begun)]) == 1
         said = capsys.readouterr().err
         assert "it would contact the federation of " in said and f"{kit}"[-20:] + ". Nothing" in said  # or shortened
-
-
-def test_who_was_left_out_is_told_once_also_when_the_run_was_short(tmp_path, capsys):
-    log = tmp_path / "log.txt"
-    log.write_text(
-        "2026-11-16 09:55:15 north does not take part: its rules\n"
-        "2026-11-16 09:55:16 round 1: client south is left out: late\n"
-    )
-    assert admin.left_out(log) == ["north does not take part: its rules"] and admin.left_out(tmp_path / "none") == []
-    follower = admin.Follower("", None, tmp_path, lambda record: None)  # type: ignore[arg-type]
-    follower.tell(admin.left_out(log))
-    follower.tell(admin.left_out(log))
-    assert capsys.readouterr().err.count("north does not take part") == 1
 
 
 def test_tables_do_not_count_what_the_server_does_not_have(record):
@@ -130,101 +156,91 @@ def test_a_second_join_changes_nothing_of_the_first(tmp_path, monkeypatch, image
 
 
 class Server:
-    """NVFlare's session with a server that is killed once, and then lists its former job as running for ever."""
+    """The server as the office sees it: what its keeper answers, in turn."""
 
-    def __init__(self):
-        self.submitted, self.looks = [], 0
-
-    def get_system_info(self):
-        return SimpleNamespace(job_info=[])
-
-    def list_jobs(self):
-        return [{"job_id": j, "job_name": "the run", "status": "RUNNING"} for j in self.submitted]
+    def __init__(self, *answers: dict):
+        self.answers, self.submitted, self.asked = list(answers), [], []
 
     def submit_job(self, folder):
         self.submitted.append(f"job {len(self.submitted)}")
         return self.submitted[-1]
 
-    def get_job_meta(self, job):
-        self.looks += 1
-        if self.looks == 1:
-            raise ConnectionError
-        return {"status": "FINISHED:COMPLETED" if job == "job 1" else "RUNNING"}
-
-    def do_app_command(self, job, topic, asked):
-        return {"run": "", "encoding": {"north": "30 60", "south": "a b", "west": "1"}}
-
-    def get_connected_client_list(self):
-        return []
+    def do_command(self, command, props):
+        self.asked.append(props)
+        found = self.answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return {"status": "ok", "data": [{"type": "dict", "data": found}]}
 
     def download_job_result(self, job, place):
-        pass
+        (Path(place) / "workspace" / "fedvlm").mkdir(parents=True)
+        (Path(place) / "workspace" / "fedvlm" / "run.json").write_text(self.record)
 
 
 @pytest.fixture
-def server(monkeypatch):
-    made = Server()
-    monkeypatch.setattr(admin, "session", lambda kit: contextlib.nullcontext((made, None)))
-    monkeypatch.setattr(admin, "write_job", lambda folder, plan: None)
-    monkeypatch.setattr(admin, "TICK", 0.01)
+def follower(record, tmp_path, monkeypatch):
+    """Follows a server that answers this."""
+
+    def made(*answers: dict) -> tuple[admin.Follower, Server]:
+        server = Server(*answers)
+        server.record = record.to_json()
+        monkeypatch.setattr(admin, "session", lambda kit: contextlib.nullcontext((server, None)))
+        monkeypatch.setattr(admin, "write_job", lambda folder, plan: None)
+        for pause in ("TICK", "AGAIN"):
+            monkeypatch.setattr(admin, pause, 0.0)
+        plan = SimpleNamespace(name="the run", federation="hearts", sites=["north"])
+        return admin.Follower("", plan, tmp_path / "out", seen.append), server  # type: ignore[arg-type]
+
+    seen: list[dict] = []
+    made.seen = seen
     return made
 
 
-def follower_of(folder: Path) -> admin.Follower:
-    return admin.Follower("", SimpleNamespace(name="the run", federation="hearts", sites=["north"]), folder, print)  # type: ignore[arg-type]
+def test_a_run_is_submitted_once_and_mirrored_to_its_end(follower, record, capsys):
+    left_out = "west does not take part: its rules"
+    zero, one = (json.dumps({"round": k}) + "\n" for k in (0, 1))
+    answers = [
+        {"state": "unknown"},
+        {"state": "unknown"},  # the keeper has not seen the job yet
+        {"state": "waiting", "reason": "no site is connected", "job": "job 0"},
+        {"state": "running", "job": "job 0", "run": record.to_json(), "rounds": zero, "at": 13, "said": [left_out]},
+        ConnectionError(),
+        {"state": "running", "job": "job 1", "run": record.to_json(), "rounds": zero + one, "at": 26},  # from the start
+        {"state": "done", "job": "job 1", "at": 26, "said": [left_out]},
+    ]
+    office, server = follower(*answers)
+    assert office.run().done and server.submitted == ["job 0"]
+    assert [r["round"] for r in follower.seen] == [0, 1]
+    assert [(a or {}).get("at") for a in server.asked] == [0, 0, 0, 0, 13, 13, 26]
+    told = capsys.readouterr()
+    assert "waits: no site is connected" in told.out
+    assert "the server does not answer (ConnectionError); waiting for it" in told.err
+    assert told.err.count(left_out) == 1
 
 
-def test_a_run_is_followed_beyond_the_death_of_its_server(server, tmp_path, capsys):
-    assert follower_of(tmp_path).job() == admin.Followed("FINISHED:COMPLETED", "")
-    assert server.submitted == ["job 0", "job 1"]  # the first is listed as running, and runs no more
-    assert "the server does not answer (ConnectionError); waiting for it" in capsys.readouterr().err
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_the_same_command_goes_on_with_a_run_that_had_ended_otherwise(follower, state):
+    before = {"state": state, "reason": "stopped by office", "job": "an old one"}
+    after = {"state": state, "reason": "too few sites", "job": "job 0"}
+    office, server = follower(before, before, {"state": "running", "job": "job 0"}, after)
+    with pytest.raises(FedvlmError, match=f"the run {state}: too few sites; the same command goes on with it"):
+        office.run()
+    assert server.submitted == ["job 0"]
 
 
-def test_an_error_of_this_machine_is_told_and_not_waited_out(server, tmp_path, monkeypatch):
-    def full(follower, flare, job):
+def test_an_error_of_this_machine_is_told_and_not_waited_out(follower, monkeypatch):
+    def full(self, record, rounds):
         raise FedvlmError("the disk is full")
 
-    monkeypatch.setattr(admin.Follower, "news", full)
-    server.looks, server.submitted = 1, []
+    monkeypatch.setattr(admin.Follower, "mirror", full)
     with pytest.raises(FedvlmError, match="the disk is full"):
-        follower_of(tmp_path).job()
+        follower({"state": "running", "job": ""})[0].run()
 
 
-def test_what_sites_encode_is_told(server, tmp_path, capsys):
-    follower = follower_of(tmp_path)
-    assert follower.news(server, "job 0") == ""
-    follower.news(server, "job 0")
+def test_what_sites_encode_is_told(follower, capsys):
+    told = {"state": "running", "job": "", "encoding": {"north": "30 60", "south": "a b", "west": "1"}}
+    office, server = follower(told, told)
+    office.look(server)
+    office.look(server)
     told = capsys.readouterr()
     assert (told.out + told.err).count("north encodes its data: 50 %") == 1 and "south" not in told.out + told.err
-
-
-def test_sites_are_waited_for_when_the_server_is_back(server, begun, monkeypatch):
-    sites = RunFolder(begun).record.clients
-    away = [sites[:1], sites[:2], sites]  # they come back one after the other
-    looks = iter(away)
-    monkeypatch.setattr(server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in next(looks)])
-    follower = admin.Follower("", SimpleNamespace(name="the run", federation="hearts", sites=sites), begun, print)  # type: ignore[arg-type]
-    RunFolder(begun).append({"round": 1})
-    follower.wait_for_sites(server)
-    assert next(looks, None) is None
-
-    server.looks = iter([sites[:1]] * 1000)
-    monkeypatch.setattr(admin, "BACK", 0.05)
-    monkeypatch.setattr(
-        server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in next(server.looks)]
-    )
-    follower.wait_for_sites(server)  # somebody does not come back: the run goes on
-
-
-def test_a_job_that_starts_slowly_is_not_ended_for_who_was_missing_before(server, begun, monkeypatch):
-    sites = RunFolder(begun).record.clients
-    monkeypatch.setattr(server, "get_connected_client_list", lambda: [SimpleNamespace(name=n) for n in sites])
-    monkeypatch.setattr(admin, "REJOIN", 0.0)
-    follower = admin.Follower("", SimpleNamespace(name="the run", federation="hearts", sites=sites), begun, print)  # type: ignore[arg-type]
-    RunFolder(begun).append({"round": 3, "missing": sites[1:2]})
-    follower.seen = 4
-    follower.submit(server)
-    assert not follower.someone_is_missing(server) and not follower.someone_is_missing(server)
-    RunFolder(begun).append({"round": 4, "missing": sites[1:2]})  # it has begun without the site
-    follower.someone_is_missing(server)
-    assert follower.someone_is_missing(server)

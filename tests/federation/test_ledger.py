@@ -287,6 +287,21 @@ def test_the_command_compares(both, capsys):
     assert "and 12 more" in capsys.readouterr().err
 
 
+def test_a_site_of_two_federations_compares_the_one_of_the_run(both, tmp_path, capsys, monkeypatch):
+    """A hospital gets a second kit of the same name after a stolen one: both homes lie below the data home."""
+    homes = tmp_path / "homes"
+    for federation in ("heart", "new-heart"):
+        (homes / federation / "north").mkdir(parents=True)
+    (homes / "heart" / "north" / SENT).write_bytes(both[0].read_bytes())
+    Ledger(homes / "new-heart" / "north" / SENT).append(sent(run="fedavg-s1"))
+    monkeypatch.setenv("FEDVLM_DATA_HOME", str(homes))
+    assert main(["ledger", "--compare", str(both[1].parent)]) == 0
+    assert "agree" in capsys.readouterr().out
+    (homes / "heart" / "north" / SENT).unlink()
+    assert main(["ledger", "--compare", str(both[1].parent)]) == 1
+    assert "no ledger here has a message of" in capsys.readouterr().err
+
+
 def test_where_there_is_none(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FEDVLM_DATA_HOME", str(tmp_path))
     for words in (["ledger"], ["ledger", str(tmp_path / "nosuch")], ["ledger", str(tmp_path), "--verify"]):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import zipfile
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,9 +28,9 @@ from cryptography.x509.oid import NameOID
 
 from fedvlm.cli import main
 from fedvlm.errors import FedvlmError
-from fedvlm.federation import provision, start
+from fedvlm.federation import health, provision, start
 from fedvlm.federation.provision import ABOUT, ROOT_KEY, open_kit
-from fedvlm.federation.settings import CLASSES, LONGEST_MESSAGE, About, kit_settings
+from fedvlm.federation.settings import CLASSES, KEEP, LONGEST_MESSAGE, LOOK, About, kit_settings
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="signals and rights of POSIX")
 SITES = ["north", "south"]
@@ -94,7 +100,7 @@ def test_certificates_name_their_party_and_are_signed_by_the_root(made):
         found.verify_directly_issued_by(root)
         named = provision.USER if kind == "admin" else name
         assert found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value == named
-        assert found.not_valid_after_utc.date().isoformat() == setting(made / f"{name}.zip", ABOUT)["ends"]
+        assert found.not_valid_after_utc.isoformat() == setting(made / f"{name}.zip", ABOUT)["ends"]
 
 
 @pytest.mark.parametrize("name", ["server", "north"])
@@ -130,9 +136,17 @@ def test_nvflare_takes_the_policies(made):
         user = Person("admin@fedvlm.local", "fedvlm", role)
         return authorizer.authorize(AuthzContext(right=right, user=user, submitter=user))[0]
 
-    assert all(map(may, ["submit_job", "abort_job", "check_status", "list_jobs", "download_job", "app_command"]))
+    assert all(map(may, ["submit_job", "abort_job", "check_status", "list_jobs", "download_job", LOOK, KEEP]))
     refused = ["byoc", "ls", "cat", "pwd", "head", "tail", "grep", "report_env", "sys_info", "shutdown", "restart"]
-    refused += ["show_errors", "configure_site_log", "configure_job_log", "call", "anything_new", "delete_workspace"]
+    refused += [
+        "show_errors",
+        "configure_site_log",
+        "configure_job_log",
+        "call",
+        "anything_new",
+        "delete_workspace",
+        "app_command",
+    ]
     assert not any(map(may, refused))
     assert not any(may(r, role) for r in ("submit_job", "check_status", "byoc") for role in ("lead", "org_admin"))
 
@@ -178,13 +192,11 @@ def test_settings_hold_what_nvflare_would_write(name, kind, tmp_path):
     )
     known = json.loads(text)
     assert ours["local/resources.json"].keys() == known.keys()
-    kept = {c["id"]: c["path"] for c in known["components"]}
+    kept = {c["id"]: c["path"] for c in known["components"]} | {"keeper": "fedvlm.federation.keeper.Keeper"}
     for part in ours["local/resources.json"]["components"]:
         assert part["path"] in (kept[part["id"]], "fedvlm.federation.comeback.Launcher")
-    assert kept.keys() - {c["id"] for c in ours["local/resources.json"]["components"]} <= {
-        "site_log_streamer",
-        "log_receiver",
-    }
+    left = kept.keys() - {c["id"] for c in ours["local/resources.json"]["components"]}
+    assert left <= {"site_log_streamer", "log_receiver"} | ({"keeper"} if kind == "site" else set())
 
 
 def test_no_kit_names_a_path_of_the_machine_where_it_was_made(made):
@@ -216,6 +228,7 @@ def test_names_that_are_refused(site, tmp_path):
         (["add"], "name the site"),
         (["add", "west", "in=nowhere"], "nowhere holds no federation"),
         (["status"], "give the kit"),
+        (["stop", "admin.zip"], "give the kit that starts runs and a RUN: fedvlm federation stop admin.zip RUN"),
         (["status", "nowhere.zip"], "nowhere.zip is not a kit"),
         (["status", "a.zip", "x=1"], "x="),
     ],
@@ -288,6 +301,51 @@ def test_kits_and_words_that_are_refused(command, kit, why, kits, monkeypatch, c
     assert why in said and "defect" not in said
 
 
+def test_a_key_that_never_leaves_its_site(made, tmp_path, monkeypatch, capsys):
+    """Request at the site, sign at the office, join; and a renewal with the same keys."""
+    office, site = tmp_path / "office", tmp_path / "site"
+    shutil.copytree(made, office)
+    site.mkdir()
+    monkeypatch.chdir(site)
+    assert (
+        main(["join", "west", "--request"]) == 0
+        and "fedvlm federation sign west.request.zip" in capsys.readouterr().out
+    )
+    keys = {p.name: p.read_bytes() for p in (site / "west" / "startup").glob("*.key")}
+    assert keys.keys() == {"client.key", "server.key"}
+    assert content(site / "west.request.zip").keys() == {"client.csr", "server.csr"}
+    assert b"PRIVATE" not in b"".join(content(site / "west.request.zip").values())
+    if os.name == "posix":
+        assert all(p.stat().st_mode & 0o077 == 0 for p in [site / "west", *(site / "west").rglob("*")])
+    for _ in range(2):
+        assert main(["federation", "sign", "west.request.zip", f"in={office}"]) == 0
+        answer = content(office / "west.zip")
+        assert not [n for n in answer if n.endswith(".key")]
+        (site / "west.zip").write_bytes((office / "west.zip").read_bytes())
+        folder, about = open_kit("west.zip", "site")
+        assert folder == site / "west" and about.name == "west"
+        assert {p.name: p.read_bytes() for p in (folder / "startup").glob("*.key")} == keys
+        for purpose in provision.PURPOSES:
+            ssl.create_default_context().load_cert_chain(
+                folder / f"startup/{purpose}.crt", folder / f"startup/{purpose}.key"
+            )
+        expected = content(made / "north.zip").keys()
+        assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == expected
+    assert provision.read_federation(office).sites == [*SITES, "west"]
+    root = x509.load_pem_x509_certificate((office / "root.crt").read_bytes())
+    x509.load_pem_x509_certificate(answer["startup/client.crt"]).verify_directly_issued_by(root)
+    assert main(["join", "west", "--request"]) == 1 and "west exists" in capsys.readouterr().err
+    (folder / "startup" / "client.key").write_bytes(keys["server.key"])
+    (folder / ABOUT).unlink()
+    with pytest.raises(FedvlmError, match="is another key than the kit is for"):
+        open_kit("west.zip", "site")
+    shutil.rmtree(folder)
+    with pytest.raises(FedvlmError, match=r"client\.key is missing: this kit is for keys that"):
+        open_kit("west.zip", "site")
+    (site / "odd.request.zip").write_bytes(b"nothing")
+    assert main(["federation", "sign", "odd.request.zip", f"in={office}"]) == 1
+
+
 def changed(path: Path, out: Path, **files: bytes | None) -> Path:
     with zipfile.ZipFile(out, "w") as archive:
         for name, data in (content(path) | files).items():
@@ -314,6 +372,65 @@ def test_a_kit_without_its_description_or_after_its_time(made, tmp_path):
     old = changed(made / "north.zip", tmp_path / "old.zip", **{ABOUT: json.dumps(about).encode()})
     with pytest.raises(FedvlmError, match=r"ended on 2020-01-01; .*federation add north"):
         open_kit(str(old), "site")
+    just = about | {"ends": (datetime.now(UTC) - timedelta(seconds=1)).isoformat()}  # on its last day
+    with pytest.raises(FedvlmError, match="federation add north"):
+        open_kit(str(changed(made / "north.zip", tmp_path / "just.zip", **{ABOUT: json.dumps(just).encode()})), "site")
+
+
+@pytest.mark.parametrize(("days", "said"), [(31, []), (29.5, ["the certificate ends on "])])
+def test_the_end_of_a_certificate_is_told_before(kits, days, said):
+    folder, about = open_kit(str(kits / "north.zip"), "site")
+    about = replace(about, ends=(datetime.now(UTC) + timedelta(days=days)).isoformat())
+    party, told = start.Party(folder, about, {}), []
+    for _ in range(2):
+        party.warn(told.append)
+    assert [t[:24] for t in told if "certificate" in t] == said  # once
+
+
+def test_a_certificate_that_ends_while_a_site_runs_is_told_and_nothing_is_started_again(kits):
+    folder, about = open_kit(str(kits / "north.zip"), "site")
+    party = start.Party(folder, replace(about, ends="2020-01-01"), {})
+    with pytest.raises(FedvlmError, match="north: the certificate ended on 2020-01-01: fedvlm federation add north"):
+        party.warn(print)
+
+
+def fetched(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_health_and_metrics(kits, tmp_path):
+    _, about = open_kit(str(kits / "server.zip"), "server")
+    runs = [
+        {"name": "fedot-hearts", "state": "failed", "reason": "too few", "round": 7, "jobs": 2, "missing": ["south"]}
+    ]
+    runs[0]["left_out"] = {"south": "its disk is full"}
+    (tmp_path / health.OVERVIEW).write_text(json.dumps({"sites": {"north": 3.5}, "runs": runs}))
+    port, up = free(), [True]
+    with health.answering(str(port), lambda: health.look(about, tmp_path, up[0], 1)):
+        code, text = fetched(port, "/health")
+        found = json.loads(text)
+        assert code == 200 and found["overview"]["sites"] == {"north": 3.5} and found["faults"] == []
+        assert "run fedot-hearts failed: too few" in found["warnings"]
+        assert "run fedot-hearts: south does not take part: its disk is full" in found["warnings"]
+        code, text = fetched(port, "/metrics")
+        lines = text.splitlines()
+        assert code == 200 and "fedvlm_up{} 1" in lines and 'fedvlm_run_round{run="fedot-hearts"} 7' in lines
+        assert 'fedvlm_site_heard_seconds{site="north"} 3.5' in lines and "fedvlm_restarts_total{} 1" in lines
+        assert all(re.fullmatch(r"fedvlm_[a-z_]+\{.*\} [0-9.e+-]+", line) for line in lines)
+        assert fetched(port, "/runs.json")[0] == 404
+        up[0] = False
+        assert fetched(port, "/health")[0] == 503 and "fedvlm_up{} 0" in fetched(port, "/metrics")[1]
+        up[0] = True
+        os.utime(tmp_path / health.OVERVIEW, (1, 1))
+        assert "the keeper of runs does not work any more" in fetched(port, "/health")[1]
+        with pytest.raises(FedvlmError, match="cannot be listened on"), health.answering(str(port), lambda: None):
+            pass
+    with pytest.raises(urllib.error.URLError):
+        fetched(port, "/health")
 
 
 @pytest.mark.parametrize(
@@ -406,6 +523,12 @@ def test_the_log_in_plain_words(kits):
     party.tell(said.append)
     party.tell(said.append)
     assert said[2:] == ["north has joined"]
+    healed = "fedot-hearts: waiting: the job ended (FINISHED:ABNORMAL); the run goes on from round 7"
+    log.write_text(f"2026 - Keeper - INFO - [run=?] - keeper: {healed}\n" * 2 + "x\n" * 99, encoding="utf-8")
+    party.read = 0
+    party.tell(said.append)
+    assert said[3:] == [healed] * 2
+    del said[3:]
     log.write_text("2026 - root - INFO - Server started\n", encoding="utf-8")  # a new file was begun
     party.tell(said.append)
     assert said[3:] == ["listening at localhost:8102; Ctrl-C ends it"]
@@ -441,6 +564,7 @@ class Running:
     def __init__(self, kits: Path, **environment: str):
         (kits / "stub_party.py").write_text(STUB, encoding="utf-8")
         self.folder, _ = open_kit(str(kits / "north.zip"), "site")
+        (kits / "home").mkdir(exist_ok=True)
         self.places = {str(self.folder), str(kits / "home")}
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(kits), *filter(None, sys.path)]), **environment}
         pipe, call = subprocess.PIPE, [sys.executable, "-c", RUN, str(self.folder), str(kits / "home")]
@@ -508,6 +632,9 @@ def test_a_killed_supervisor_leaves_nothing_that_the_next_does_not_end(running, 
 @POSIX
 def test_what_dies_is_started_again(running, kits):
     running.line()
+    for path in (running.folder / "audit.log", kits / "home" / "agent.log"):
+        with path.open("wb") as grown:
+            grown.truncate(21 << 20)
     before = running.until(*ALL)
     second = Running(kits)
     assert "another process runs this kit" in second.process.communicate(timeout=20)[1]
@@ -517,6 +644,7 @@ def test_what_dies_is_started_again(running, kits):
     before["party"].kill()
     assert "it is started again" in running.line() and "has joined" in running.line()
     after = running.until(*ALL)
+    assert (running.folder / "audit.old").exists() and (kits / "home" / "agent.old").exists()  # logs begin anew
     assert running.resources["class_allow_list"] == CLASSES["site"]  # written anew
     assert after["party"].pid != before["party"].pid and after["job"].pid != before["job"].pid
 
@@ -559,7 +687,7 @@ def test_a_server_and_a_site(tmp_path, monkeypatch, capsys):
         read_until(parties["server"], "north has joined")
         assert main(["federation", "status", str(kits / "admin.zip")]) == 0
         out = capsys.readouterr().out
-        assert "north" in out and "no run is under way" in out
+        assert "north" in out and "no run yet" in out
         assert answered(port, kits / "north") and not answered(port, None)
     finally:
         for party in parties.values():

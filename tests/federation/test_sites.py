@@ -3,6 +3,8 @@ calls that NVFlare would carry made directly. The real thing is test_provision.p
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shutil
 import threading
@@ -20,12 +22,14 @@ from fedvlm.backbones.arithmetic import arithmetic
 from fedvlm.config.config import resolve
 from fedvlm.data.pool import Pools
 from fedvlm.engines.rows import Rows
-from fedvlm.errors import FedvlmError
-from fedvlm.federation import agent, hub, ledger, site, wire
+from fedvlm.errors import FedvlmError, Refused
+from fedvlm.federation import agent, hub, ledger, site, wire, worker
 from fedvlm.federation.admin import run_name
 from fedvlm.federation.links import Links
 from fedvlm.federation.plan import Agreed, Plan, SiteReady, packed_record, unpacked_record
+from fedvlm.federation.remote import Silence
 from fedvlm.federation.wire import Header, octets, pack, unpack
+from fedvlm.federation.worker import told
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
 from fedvlm.training.train import train
@@ -232,6 +236,25 @@ def test_a_run_goes_on_where_it_stopped_with_new_processes(federation):
     same(shared(run), shared(whole))
 
 
+def test_a_job_ends_after_a_whole_round_when_its_keeper_asks(federation):
+    sites = federation()
+    plan = sites.plan("fedot", rounds=3)
+    folder = sites.place / "server" / "runs" / plan.name
+    status = hub.Status(folder, "this job")
+    for asked, rounds in (("this job", 1), ("an earlier job", 4)):  # round 0 comes first
+        hub.halt_file(folder).parent.mkdir(parents=True, exist_ok=True)
+        hub.halt_file(folder).write_text(asked)
+        for style in STYLES:  # new processes for each job
+            sites.sites[style].close()
+            sites.start(style)
+        links = Links(plan.name, {n: Proxy(s) for n, s in sites.sites.items()})
+        with pytest.raises(hub.Halted) if rounds == 1 else contextlib.nullcontext():
+            hub.Play(plan, links, folder, status).run(status.go_on)
+        links.close()
+        assert len(RunFolder(folder).rounds()) == rounds
+    same(shared(RunFolder(folder)), shared(sites.serial(plan)))
+
+
 def test_changed_data_are_noticed_when_a_run_goes_on(federation):
     sites = federation()
     plan = sites.plan("fedavg")
@@ -280,6 +303,24 @@ def begun(sites: Sites, style: str, plan: Plan) -> tuple[agent.Agent, SiteReady]
     header, parts = unpack(answer(one, pack(Header("begin"), packed_record(agreed))))
     assert not header.error
     return one, unpacked_record(SiteReady, parts)
+
+
+def test_a_site_says_where_it_trains(federation, monkeypatch):
+    """Not with a GPU, which no machine of these tests has: where the method and the examples would go."""
+    sites = federation(rules={"noto": "device: cuda\n", "openmoji": "device: cpu\n"})
+    plan = sites.plan("promptfl", device="cpu")  # the server's key is not the site's
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    one = agent.Agent(sites.place / "noto", plan.name)
+    one.look(plan)
+    with pytest.raises(Refused, match="device=cuda: torch finds no GPU here; give device=cpu"):
+        one.begin(Agreed(0, list(CLASSES), []))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    places = []
+    monkeypatch.setattr(worker, "Stacked", lambda *args, **keys: places.append(args[5]))
+    monkeypatch.setattr(agent, "described_arithmetic", str)
+    for style in STYLES:  # twemoji: auto
+        begun(sites, style, plan)
+    assert places == ["cuda", "cpu", "cuda"]
 
 
 def test_noise_has_another_secret_in_every_run_and_for_other_data(federation):
@@ -387,6 +428,89 @@ def test_a_site_whose_relay_returns_nonsense_has_sent_something_unreadable(answe
     links.close()
 
 
+class Sick:
+    """A site whose agent dies at every request, or that does not answer."""
+
+    def __init__(self, **answer):
+        self.found, self.asked = answer, 0
+
+    def __call__(self, timeout):
+        return self
+
+    def ping(self):
+        return bool(self.found)
+
+    def ask(self, *args):
+        self.asked += 1
+        if not self.found:
+            raise TimeoutError
+        return self.found
+
+
+DONE = {"state": site.DONE, "size": 1, "part": b"x"}
+
+
+def exchange(links: Links, ticket: int, quorum: float = 0.5) -> dict:
+    names = list(links.sites)
+    return links.exchange(dict.fromkeys(names, b"frame"), dict.fromkeys(names, 100), ticket, 5.0, quorum, 1.0)
+
+
+def test_a_sick_site_is_not_asked_for_a_while_and_then_for_longer():
+    now, said = [1000.0], []
+    sick = Sick(state=site.DIED, why=site.FULL)
+    links = Links("run", {"north": Sick(**DONE), "south": Sick(**DONE), "west": sick})
+    links.rests.clock, links.rests.say = lambda: now[0], lambda name, why: said.append((name, why))
+    found = [exchange(links, k)["west"] for k in range(1, 6)]
+    assert found == [Silence.DIED] * 3 + [Silence.RESTS] * 2 and sick.asked == 3
+    assert said == [("west", "its process ended twice (its disk is full), 3 times; it is asked again in 60 s")]
+    now[0] += 61
+    assert [exchange(links, k)["west"] for k in (6, 7)] == [Silence.DIED, Silence.RESTS]
+    now[0] += 61
+    assert exchange(links, 8)["west"] is Silence.RESTS  # it rests for longer
+    now[0] += 60
+    sick.found = DONE
+    assert exchange(links, 9)["west"] == b"x"
+    links.close()
+
+
+def test_nobody_rests_whom_the_round_needs():
+    links = Links("run", {"north": Sick(**DONE), "south": Sick(state=site.DIED)})
+    assert [exchange(links, k, quorum=1.0)["south"] for k in range(1, 6)] == [Silence.DIED] * 5
+    links.close()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(site, "only_server", lambda: None)
+    one = site.Site()
+    one.home = tmp_path
+
+    def full(home, content=b""):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(site, "Spool", full)
+    assert one.ask("run", 1, b"frame", 0.0) == {"state": site.DIED, "why": "its disk is full"}
+    error = FedvlmError("cannot be written")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert told(error, "train") == "its disk is full" and told(MemoryError(), "train") == "its memory is full"
+
+
+def test_a_site_that_takes_long_to_begin_does_not_hold_up_the_others(federation, monkeypatch):
+    """Once quorum= of the sites are ready; it goes on encoding, and is not taken for sick."""
+    slow, begin = threading.Event(), agent.Agent.begin
+
+    def late(self, agreed):
+        if self.about.site == "twemoji":
+            slow.wait(60)
+        return begin(self, agreed)
+
+    monkeypatch.setattr(agent.Agent, "begin", late)
+    sites = federation()
+    run = sites.play(sites.plan("fedavg", start_timeout=0.01, timeout=5, grace=1))
+    assert "twemoji does not take part: no answer in time" in sites.status.said
+    assert run.done and run.rounds()[-1]["missing"] == ["twemoji"] and not sites.status.left_out
+    slow.set()
+
+
 class Slow(InProcess):
     """Answers with the bytes of the request, after they have come in parts."""
 
@@ -443,7 +567,7 @@ def test_a_site_that_is_not_there_may_come_and_one_that_is_refused_may_not(feder
     sites = federation(rules={"openmoji": "counts: true\n", "twemoji": "methods: [fedclip]\n"})
     run = sites.play(sites.plan("fedavg", unseen=[], quorum=0.3), only=("openmoji", "twemoji"))
     assert run.rounds()[-1]["missing"] == ["noto", "twemoji"]
-    assert sites.status.left_out == {"twemoji"}  # noto is brought in when it is back
+    assert {*sites.status.left_out} == {"twemoji"}  # noto is brought in when it is back
 
 
 def test_rules_that_became_stricter_hold_for_a_new_process(federation):

@@ -85,7 +85,7 @@ def check(words: list[str]) -> None:
         "join": lambda: values(join.KEYS, args.pairs),
         "encode-server": lambda: values(encode_server.KEYS, args.pairs),
         "federation": lambda: values(
-            {"init": federation.INIT, "add": federation.ADD, "status": []}[args.what],
+            {"init": federation.INIT, "add": federation.ADD, "sign": federation.ADD}.get(args.what, []),
             [w for w in args.words if "=" in w],
         ),
     }

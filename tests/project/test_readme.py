@@ -29,7 +29,14 @@ def test_the_model_is_shipped_once_and_whole():
     assert (ROOT / "fedvlm" / "data" / "assets" / "emoji.zip").stat().st_size < 15e6
 
 
-def test_the_federation_page_has_the_examples_as_they_are():
+def test_the_federation_page_names_every_example_and_promises_what_is_tested():
     page = (ROOT / "docs" / "federation.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "examples" / "deploy").iterdir()):
-        assert path.read_text(encoding="utf-8").rstrip() in page, path.name
+        assert f"(../examples/deploy/{path.name})" in page
+    tests = {p.name: p.read_text(encoding="utf-8") for p in (ROOT / "tests" / "federation").glob("test_*.py")}
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)…?`|`…(\w+)…?`", page)
+    file = ""
+    assert len(named) > 10
+    for home, whole, part in named:
+        file = home or file
+        assert re.search(rf"def {whole}" if whole else rf"def test_\w*{part}", tests[file]), (file, whole or part)

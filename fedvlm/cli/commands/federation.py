@@ -1,15 +1,19 @@
-"""`fedvlm federation init SITE … [name= host= port= out=]`, `federation add SITE … [in=]`, `federation status KIT`"""
+"""`fedvlm federation init SITE … [name= host= port= out=]`, `federation add SITE … [in=]`,
+`federation sign REQUEST … [in=]`, and with the office's kit:
+`federation runs KIT`, `status KIT [RUN]`, `stop|resume|forget|logs KIT RUN`, `exclude|admit KIT SITE`"""
 
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fedvlm.cli.commands.values import values
 from fedvlm.config.keys import Key
-from fedvlm.errors import FedvlmError
+from fedvlm.errors import FedvlmError, nearest
 from fedvlm.federation import provision, status
+from fedvlm.federation.settings import KEEP, LOOK, About
 from fedvlm.system import console
 
 INIT = [
@@ -19,11 +23,20 @@ INIT = [
     Key("out", "str", ""),
 ]
 ADD = [Key("in", "str", "federation")]
+RUNS = ["run", "state", "round", "jobs", "missing", "reason"]
+SAID = {
+    "stop": "{} is stopped; what it has played is kept",
+    "resume": "{} goes on",
+    "forget": "{} is forgotten: the server has neither its folder nor its job any more",
+    "exclude": "{} is excluded: it takes part in no run until it is admitted",
+    "admit": "{} is admitted; it joins by itself",
+}
 
 
 def main(args: argparse.Namespace) -> None:
     names, pairs = [w for w in args.words if "=" not in w], [w for w in args.words if "=" in w]
-    {"init": init, "add": add, "status": show}[args.what](names, pairs)
+    known = {"init": init, "add": add, "sign": sign, "status": show, "runs": runs, "logs": logs}
+    known.get(args.what, partial(decide, args.what))(names, pairs)
 
 
 def init(sites: list[str], pairs: list[str]) -> None:
@@ -56,22 +69,89 @@ def add(names: list[str], pairs: list[str]) -> None:
     console.note("hand each kit to its party alone; the server needs nothing new to let a further site in")
 
 
-def show(names: list[str], pairs: list[str]) -> None:
+def sign(requests: list[str], pairs: list[str]) -> None:
+    out = Path(str(values(ADD, pairs)["in"])).expanduser()
+    if not requests:
+        raise FedvlmError(f"give the request: fedvlm federation sign SITE{provision.REQUEST} in=FOLDER")
+    for kit in [provision.sign(Path(request).expanduser(), out) for request in requests]:
+        console.line(f"{kit} goes back to {kit.stem}: fedvlm join {kit.name} data=FOLDER; it holds no key")
+
+
+def show(words: list[str], pairs: list[str]) -> None:
+    """Who is connected and which runs there are; of one run, where it stands."""
+    about, found, name = asked("status", words, pairs)
+    runs = [r for r in found["runs"] if r["name"] == name or not name]
+    console.collect("status", found | {"runs": runs, "federation": about.federation})
+    if not name:
+        console.line(f"server of {about.federation} at {about.host}:{about.port}")
+        rows = [[site, f"{ago:.0f} s ago"] for site, ago in sorted(found["sites"].items())]
+        rows += [[site, "excluded"] for site in found["excluded"]]
+        show_rows(["site", "last heard"], rows, "no site is connected; each types: fedvlm join SITE.zip data=FOLDER")
+    show_rows(RUNS, [run_row(r) for r in runs], "no run yet; start one: fedvlm run METHOD federation=admin.zip")
+    for run in runs:
+        for site, why in run["left_out"].items():
+            console.line(f"{run['name']}: {site} does not take part: {why}")
+
+
+def runs(words: list[str], pairs: list[str]) -> None:
+    _, found, _ = asked("runs", words, pairs)
+    console.collect("runs", found["runs"])
+    show_rows(
+        RUNS, [run_row(r) for r in found["runs"]], "no run yet; start one: fedvlm run METHOD federation=admin.zip"
+    )
+
+
+def logs(words: list[str], pairs: list[str]) -> None:
+    """What the server has written about a run: who was left out, and what was healed."""
+    _, _, name = asked("logs", words, pairs, "RUN")
+    with status.session(words[0]) as (flare, _):
+        lines = status.ask(flare, LOOK, "log", name)["lines"]
+    console.collect("lines", lines)
+    for line in lines:
+        console.line(line)
+
+
+def decide(word: str, words: list[str], pairs: list[str]) -> None:
+    """stop, resume or forget a run; exclude or admit a site."""
+    _, _, name = asked(word, words, pairs, "SITE" if word in ("exclude", "admit") else "RUN")
+    with status.session(words[0]) as (flare, _):
+        status.ask(flare, KEEP, word, name)
+    console.collect(word, name)
+    console.line(SAID[word].format(name))
+
+
+def asked(what: str, words: list[str], pairs: list[str], needed: str = "") -> tuple[About, dict[str, Any], str]:
+    """What the server knows, and the run or site that is meant: a run may be shortened to a beginning that only it has."""
     values([], pairs)
-    if len(names) != 1:
-        raise FedvlmError("give the kit that starts runs: fedvlm federation status admin.zip")
-    found = status.status(names[0])
-    console.line(f"server of {found.federation} at {found.address}: up since {clock(found.since)}")
-    rows = [[s.name, f"{max(0.0, time.time() - s.heard):.0f} s ago"] for s in found.sites]
-    if rows:
-        console.rows(["site", "last heard"], rows)
-    else:
-        console.line("no site is connected; each types: fedvlm join SITE.zip data=FOLDER")
-    for job in found.jobs:
-        console.line(f"run {job.name} ({job.state}), submitted {job.submitted}: job {job.id}")
-    if not found.jobs:
-        console.line("no run is under way; start one: fedvlm run METHOD federation=admin.zip")
+    if not words or len(words) > 2 or (needed and len(words) < 2):
+        usual = f"fedvlm federation {what} admin.zip {needed}".strip()
+        raise FedvlmError(f"give the kit that starts runs{f' and a {needed}' if needed else ''}: {usual}")
+    with status.session(words[0]) as (flare, about):
+        found = status.ask(flare, LOOK, "runs")
+    word = words[1] if len(words) > 1 else ""
+    known = [r["name"] for r in found["runs"]]
+    fits = [n for n in known if n.startswith(word)]
+    if not word or needed == "SITE" or word in known:
+        return about, found, word
+    if len(fits) != 1:
+        raise FedvlmError(
+            f"{word} is {'the beginning of several runs' if fits else 'no run there'}; {nearest(word, known)}"
+        )
+    return about, found, fits[0]
 
 
-def clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+def run_row(run: dict[str, Any]) -> list[str]:
+    absent = ", ".join(run["missing"])
+    return [
+        run["name"],
+        run["state"],
+        f"{max(0, run['round'])} of {run['rounds']}",
+        str(run["jobs"]),
+        absent,
+        run["reason"],
+    ]
+
+
+def show_rows(head: list[str], rows: list[list[str]], without: str) -> None:
+    if console.Mode.collected is None:
+        console.rows(head, rows) if rows else console.line(without)

@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
     elif args.budget:
         budgets(paths)
     elif args.compare:
-        against(paths, Path(args.compare))
+        against(paths, Path(args.compare), given=bool(args.ledgers))
     else:
         show(paths, args.csv)
 
@@ -83,11 +83,18 @@ def budgets(paths: list[Path]) -> None:
         console.note(f"{data}: epsilon={total:.3g} spent at delta={delta:.3g}{left}")
 
 
-def against(paths: list[Path], run: Path) -> None:
+def against(paths: list[Path], run: Path, given: bool) -> None:
+    """`given`: the ledgers were named. Of all that lie here, only those with messages of the run are compared: a hospital
+    of the same name may be in another federation."""
     received = run / RECEIVED if run.is_dir() else run
+    runs = {e.run for e in entries(received)}
     differences: list[str] = []
-    for path in paths:
-        for site in sorted({e.site for e in entries(path)}):
+    sent = {path: list(entries(path)) for path in paths}
+    mine = {p: lines for p, lines in sent.items() if given or not runs.isdisjoint(e.run for e in lines)}
+    if not mine:
+        raise FedvlmError(f"no ledger here has a message of {run}; give the home of the site that took part")
+    for path, lines in mine.items():
+        for site in sorted({e.site for e in lines}):
             found = compare(path, received, site)
             differences += [f"{site}: {d}" for d in found]
             if not found:

@@ -54,6 +54,19 @@ def show_plan(setup: Setup) -> None:
     )
 
 
+def show_submission(setup: Setup) -> None:
+    """What `federation=` would start; nothing is sent. Data and classes are the sites' own and unknown here."""
+    from fedvlm.federation.admin import planned
+
+    plan = planned(setup)
+    rows = [[site, "held out" if site in setup.config.unseen else "trains"] for site in plan.sites]
+    console.rows(["site", "role"], rows)
+    console.line(f"run {plan.name} of federation {plan.federation}: {counted(setup.config.rounds, 'round')}")
+    if setup.merge.reveals:
+        console.line(f"clients also send {setup.merge.reveals}, which each site's rules must allow (reveals:)")
+    console.note("nothing was submitted; the sites' rules (site.yaml) decide when it is")
+
+
 def show_encoding(found: SampledPool) -> None:
     sample = found.sample
     if sample is None:

@@ -14,6 +14,10 @@ from fedvlm.system.interrupts import shell_line
 def main(args: argparse.Namespace) -> None:
     setup = api.chosen(args.method, key_values(args.pairs))  # before torch is imported: a typo is answered at once
     if setup.config.federation:
+        if args.dry:
+            from fedvlm.cli.commands.plan import show_submission
+
+            return show_submission(setup)
         run = api.federated(setup)
         show_table(api.Runs([run]), args)
         return console.line(f"run folder: {run.folder}")

@@ -1,4 +1,4 @@
-"""`fedvlm serve KIT [home=FOLDER] [backbone=…]`"""
+"""`fedvlm serve KIT [home=FOLDER] [backbone=…] [health=PORT]`"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedvlm.cli.commands.values import values
 from fedvlm.config.keys import Key
 from fedvlm.federation import start
 
-KEYS = [Key("home", "str", ""), Key("backbone", "str", "")]
+KEYS = [Key("home", "str", ""), Key("backbone", "str", ""), Key("health", "str", "")]
 
 
 def main(args: argparse.Namespace) -> None:

@@ -47,7 +47,8 @@ def needs_replies(merge: Merge) -> str:
     if not (isinstance(merge, Summable) and sums_only.is_on(type(merge).round)):
         return "works on the replies of single clients; use merge=mean or merge=classwise"
     if merge.observers:
-        return f"compares single clients with {'cosine' if merge.cosine else 'gaps'}=true; leave it out"
+        key = "cosine" if merge.cosine else "gaps"
+        return f"compares single clients with {key}=true; give {key}=false"
     return ""
 
 
