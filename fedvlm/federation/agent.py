@@ -7,11 +7,13 @@ What leaves is checked against the site's own rules (rules.py) and written down 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
 import sys
 import threading
+import time
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -317,13 +319,59 @@ class Request(NamedTuple):
 
 
 def serve_site(agent: Agent, requests: Channel, replies: Channel) -> None:
+    """Answers within the limits of the site's rules."""
+    bound_memory(agent.rules.memory)
     while frame := receive(requests):
-        request = Request.read(frame)
+        request, began = Request.read(frame), time.monotonic()
         frame = b""  # the tensors are copies: without the frame, the answer finds room
-        answer = agent.answer(request)
+        with Ended(agent, request, replies):
+            answer = agent.answer(request)
         del request
+        if every := agent.rules.answers_every:
+            time.sleep(every - (time.monotonic() - began) % every)
         send(replies, answer)
         del answer
+
+
+def bound_memory(gigabytes: float) -> None:
+    """Whatever would take this process beyond it fails, which the server is told as a full memory."""
+    if not gigabytes:
+        return
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
+    if importlib.util.find_spec("resource"):  # not on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9), resource.RLIM_INFINITY))
+
+
+class Ended:
+    """Ends this process where an answer takes longer than the site's rules allow; the server is told so."""
+
+    def __init__(self, agent: Agent, request: Request, replies: Channel):
+        self.agent, self.request, self.replies = agent, request, replies
+        self.lock, self.over = threading.Lock(), False
+        most = agent.rules.step_seconds if request.header.step not in (LOOK, BEGIN, FINISH) else 0.0
+        self.timer = threading.Timer(most, self.end) if most else None
+
+    def __enter__(self) -> None:
+        if self.timer:
+            self.timer.start()
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.over = True
+        if self.timer:
+            self.timer.cancel()
+
+    def end(self) -> None:
+        with self.lock:
+            if self.over:
+                return
+            why = f"an answer took longer than the {self.agent.rules.step_seconds:g} s of this site's rules (step_seconds)"
+            send(self.replies, self.agent.told(self.request, {}, why))
+            os._exit(1)  # whatever it computes ends with it
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def told(error: Exception, step: str, rehearsal: bool = False) -> str:
     chain = (error, error.__cause__)
     if any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in chain):
         return "its disk is full"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):  # torch's
         return "its memory is full"
     return "failed (the site's log says more)"
 

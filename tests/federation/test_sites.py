@@ -7,7 +7,10 @@ import contextlib
 import errno
 import json
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -581,3 +584,66 @@ def test_rules_that_became_stricter_hold_for_a_new_process(federation):
     frame = wire.pack(wire.Header("score", 1), {})
     told = wire.unpack(answer(agent.Agent(home, plan.name), frame))[0]
     assert "this site's rules allow no method fedavg" in told.error
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from fedvlm.federation import agent
+from fedvlm.federation.agent import Agent, serve_site
+
+class Slow(Agent):
+    def answer(self, request):
+        if request.header.step == "train":
+            time.sleep(float(sys.argv[2]))
+        return self.told(request, {}, "asked")
+
+import os
+serve_site(Slow(Path(sys.argv[1]), "run"), os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb", buffering=0))
+"""
+
+
+def limited(place: Path, rules: str, seconds: float, steps: list[str]) -> tuple[list[str], list[float], int]:
+    """What a site with these rules answers to these steps, whose training takes so long, when, and how it ended."""
+    (place / "site.yaml").write_text(rules)
+    about = {"site": "north", "federation": "test", "data": str(place), "backbone": "mini-clip"}
+    (place / "site.json").write_text(json.dumps(about | {"rules": str(place / "site.yaml")}))
+    call = [sys.executable, "-c", SLOW, str(place), str(seconds)]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin and process.stdout
+        said, times = [], []
+        for step in steps:
+            began = time.monotonic()
+            with contextlib.suppress(BrokenPipeError):
+                wire.send(process.stdin, pack(Header(step=step), {}))  # type: ignore[arg-type]
+            if not (frame := wire.receive(process.stdout)):  # type: ignore[arg-type]
+                break
+            times.append(time.monotonic() - began)
+            said.append(unpack(frame)[0].error)
+        process.stdin.close()
+        return said, times, process.wait()
+
+
+def test_an_answer_that_takes_too_long_is_not_given(tmp_path: Path) -> None:
+    said, times, code = limited(tmp_path, "step_seconds: 0.5", 60, ["score", "train", "score"])
+    assert said[0] == "asked" and "0.5 s of this site's rules" in said[1] and len(said) == 2 and code == 1
+    assert times[1] < 20
+    assert "0.5 s of this site's rules" in [e.refused for e in ledger.entries(tmp_path / ledger.SENT)][-1]
+    assert limited(tmp_path, "step_seconds: 20", 0.1, ["train", "score"])[0] == ["asked", "asked"]
+
+
+def test_answers_leave_at_multiples_of_a_time(tmp_path: Path) -> None:
+    """A quick one and a slow one cannot be told apart."""
+    _, times, _ = limited(tmp_path, "answers_every: 1.5", 0.7, ["score", "score", "train"])
+    assert 1.3 < times[1] < 2.6 and 1.3 < times[2] < 2.6
+
+
+def test_a_run_takes_no_more_memory_than_the_rules_allow() -> None:
+    code = (
+        "import torch; from fedvlm.federation import agent, worker; agent.bound_memory(float({}))\n"
+        "try: torch.zeros(2_000_000_000, dtype=torch.uint8); print('fits')\n"
+        "except Exception as error: print(worker.told(error, 'train'))"
+    )
+    for most, said in (("0", "fits"), ("1.5", "its memory is full")):
+        done = subprocess.run([sys.executable, "-c", code.format(most)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == said
