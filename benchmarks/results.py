@@ -36,7 +36,8 @@ mini-clip is a backbone a hundredth of the size of those in the papers: their nu
 any, and are no aim. Every table has one rule for all of its rows, which its notes state; where these say nothing else, the \
 learning rate of a row is chosen on validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, \
 3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our \
-own method beside others in [moments](moments-tables.md); its rows here, too, are of `solver=ridge priors=0`. FOCoOp's rows of before 2026-11-18 have `penalty=100 \
+own method beside others in [moments](moments-tables.md); its rows here, too, are of `solver=ridge \
+priors=0`. FOCoOp's rows of before 2026-11-18 have `penalty=100 \
 outsider_penalty=20`, the defaults of then, and those of 2026-11-16 `fusion=0.8` in place of \
 the paper's 0.2, which is in [claims](claims.md). \
 Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate, where the recipes ship \
