@@ -4,6 +4,7 @@
     python benchmarks/attacks.py --quick              # two merges, five attacks, one seed
     python benchmarks/attacks.py --read attacks.json  # the tables of an earlier run again
     python benchmarks/attacks.py updates              # what a site's update tells of its images (updates.py)
+    python benchmarks/attacks.py inversion            # images rebuilt from the gradient of one step (inversion.py)
     python benchmarks/attacks.py server               # the other way round: a lying server against a site (lying_server.py)
 
 Ten clients hold the embedded emoji in equal shares (partition=iid) on mini-clip; client 0 lies, or clients 0 and 1 do
@@ -56,6 +57,7 @@ CLIENTS = 10
 MARGIN, BACKDOOR_MARGIN = 2.0, 10.0  # points
 TARGET, STRENGTH = 0, 1.0  # of the backdoor: the class, and the trigger's length as a share of the feature's
 NOT_FINITE, CRASH = "not finite", "crash"
+FEW = 4  # a row with at most so many figures is a line below its table
 BEGIN, END = "<!-- attacks -->", "<!-- /attacks -->"
 
 # The attacks
@@ -540,22 +542,16 @@ class Tables:
             f"`python benchmarks/attacks.py` ({time.strftime('%Y-%m-%d')}; the emoji on mini-clip, {CLIENTS} clients, "
             f"partition=iid, split 60/20/20; a linear head, SGD with lr 0.003, 3 epochs a round, 10 rounds, seeds {seeds}"
             f"{''.join(heavy)}; last round, shared model, test split of the honest clients). Accuracy in %, then its change "
-            "in points against the same run without liars. Bold: the merge does not withstand the attack, i.e. it loses "
+            "in points against the same run without liars. Bold: the merge does not withstand the attack: it loses "
             f"{MARGIN:g} points or more beyond what the absence of the liars costs, its numbers are not finite, it crashes, "
             "the recorded accuracy is false, or (backdoors) the share of images with the trigger that are taken for the "
             f"target class rises by {BACKDOOR_MARGIN:g} points or more. –: the merge does not use what the attack changes. "
             f"Runs in which the guard refused or shortened an honest client: {hits} of {guarded}."
         )
-        head = ["attack", *self.merges]
-        return "\n".join(
-            [
-                caption,
-                f"\nWith the guard (`bound={Config.bound:g}`, the default):\n",
-                *markdown([*head, "the guard"], self.rows(True)),
-                "\nWithout it (everything is accepted):\n",
-                *markdown(head, self.rows(False)),
-            ]
-        )
+        return "\n".join([caption, *folded(self.merges, list(self.rows(True)), list(self.rows(False)))])
+
+    def without_guard(self) -> str:
+        return "\n".join(["\nWithout the guard:\n", *markdown(["attack", *self.merges], list(self.rows(False)))])
 
 
 def emphasised(points: float, good: bool) -> str:
@@ -565,7 +561,32 @@ def emphasised(points: float, good: bool) -> str:
     return text if good else f"**{text}**"
 
 
-def markdown(head: list[str], rows: Iterator[list[str]]) -> list[str]:
+def folded(merges: list[str], guarded: list[list[str]], unguarded: list[list[str]]) -> list[str]:
+    """The table with the guard, without attacks that are always refused, and in a sentence what happens without it."""
+    refused = [row[0] for row in guarded if row[-1].startswith("refused, ") and "**" not in "".join(row)]
+    crashes = [row[0] for row in unguarded if set(row[1:]) == {f"**{CRASH}**"}]
+    withstood = ", ".join(f"{merge} {cell}" for merge, cell in zip(merges, unguarded[-1][1:], strict=True))
+    return [
+        f"\nWith the guard (`bound={Config.bound:g}`, the default). Refused in every run, so that a merge loses about what "
+        f"the absence of the liar costs: {'; '.join(refused)}.\n",
+        *split(["attack", *merges, "the guard"], [row for row in guarded if row[0] not in refused]),
+        f"\nWithout it (everything is accepted; the command prints that table) these withstand: {withstood}. A crash in "
+        f"every merge: {'; '.join(crashes) or 'none'}.",
+    ]
+
+
+def split(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The table, and below it a line for each attack that concerns few merges."""
+
+    def concerned(row: list[str]) -> dict[str, str]:
+        return {name: cell for name, cell in zip(head[1:], row[1:], strict=True) if cell not in ("–", "")}
+
+    few = [row for row in rows if len(concerned(row)) <= FEW]
+    lines = [f"- {row[0]}: {', '.join(f'{name} {cell}' for name, cell in concerned(row).items())}" for row in few]
+    return [*markdown(head, [row for row in rows if row not in few]), "", *lines]
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
@@ -593,13 +614,14 @@ def main() -> None:
         results = run_all(cells(args.quick, args.merges), args.jobs)
     if args.out:
         args.out.write_text(json.dumps([vars(found) for found in results], indent=1), encoding="utf-8")
-    text = Tables(results).text()
-    print(text)
+    tables = Tables(results)
+    print(tables.text(), tables.without_guard(), sep="\n")
     if args.write:
-        write(args.write, text)
+        write(args.write, tables.text())
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] in (["server"], ["updates"]):  # of the files beside this one
-        sys.exit(importlib.import_module({"server": "lying_server", "updates": "updates"}[sys.argv[1]]).main())
+    beside = {"server": "lying_server", "updates": "updates", "inversion": "inversion"}  # files beside this one
+    if sys.argv[1:2] and (name := beside.get(sys.argv[1])):
+        sys.exit(importlib.import_module(name).main(sys.argv[2:]))
     main()

@@ -1,10 +1,9 @@
-"""docs/claims.md: of each paper a table of its claims with verdicts, and below it how each of them was checked."""
+"""docs/claims.md: of each paper a table of the claims that were measured, and a list of those that were not."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from claim_record import FIGURES
@@ -13,37 +12,57 @@ from rows import markdown
 from fedvlm.report.gains import quantile
 
 if TYPE_CHECKING:
-    from claims import Claim, Outcome
+    from claims import Claim
 
 VERDICTS = ("holds", "does not hold", "not decided", "not tested")
-HEAD = ["id", "claim", "verdict", "ours: left and right, difference and 95 % interval", "effect of interest, found"]
-HEAD += ["paper: left and right", "mechanism, last round"]
+HEAD = ["claim", "verdict", "ours: both sides, difference and 95 % interval", "of interest"]
+HEAD += ["paper: left and right", "mechanism, last round", "measured"]
+PROTOCOL = """\
+Backbone {backbones}, split {splits} %, test split, last round, differences over five seeds unless another number stands. The
+lr of every method comes from one grid on validation images of the first seed: the recipe's × 0.3, 1 and 3, and further where
+the best was the first or last; where a claim names `lr`, that one holds for both sides. A verdict is about these sizes, not
+about the paper's backbone.
+
+- *holds* and *does not hold* follow from the 95 % interval and the smallest effect of interest, fixed before a comparison is
+  run. A difference that is surely smaller than of interest does not hold. *not decided*: the interval says neither; *found*
+  is the difference that these seeds find with a power of 80 %.
+- Both verdicts need a mechanism that was seen to act; where it missed its threshold, a claim is *not tested*.
+- A claim's source in the paper, its keys and the reasons for them stand in benchmarks/claims/PAPER.yaml, the lr that was
+  chosen and the commit in measured.json beside it. Figures of before 2026-11-19 were measured with `bound=5`: longer updates
+  were cut to five medians.
+- G, P and C: [measures](compare.md#how-to-read-a-table); cacc: accuracy on corrupted images.
+
+`--list` prints all claims and the data that each needs. To measure one again (the figures of the others stay):
+"""
 
 
 def document(found: Sequence[Claim], backbones: Sequence[str], splits: Sequence[str]) -> str:
     papers = list(dict.fromkeys(c.paper for c in found))
+    protocol = PROTOCOL.format(backbones=", ".join(backbones), splits=", ".join(splits))
     text = [
         "# The papers' claims, checked\n",
         "Written by `python benchmarks/claims.py --write` from benchmarks/claims/measured.json; not edited by hand.\n",
         markdown(["paper", "claims", *VERDICTS], [*(counted(p, found) for p in papers), counted("", found)]) + "\n",
-        f"Backbone {', '.join(backbones)}, split {', '.join(splits)} %, test split, last round; lr of every method from one "
-        "grid on validation (first seed): the recipe's × 0.3, 1 and 3, and where factors are named, more where the best was "
-        "the first or last; where `lr` is among the keys, that one for all. A verdict is about these sizes, not about the "
-        "paper's backbone. Each comparison has a smallest effect of interest, fixed before it is run (for all claims on "
-        "2026-11-19; figures of before are judged by it, too); behind it stands what "
-        "the seeds would have found with a power of 80 %. *holds* and *does not hold* are said by the 95 % interval over "
-        "seeds and that effect (a difference that is surely smaller than of interest does not hold), and both need a "
-        "mechanism that was seen to act; *not decided*: neither; *not tested* says why. Left and right are the two sides "
-        "of a comparison, in its order.\n",
-        "To measure a claim again, with its data (`--list` names them), and keep the figures of the others:\n",
+        protocol,
         "```\npython benchmarks/claims.py --data NAME=FOLDER --papers PAPER --only ID --write\n```",
     ]
     for paper in papers:
         mine = [c for c in found if c.paper == paper]
-        text += [f"\n## {paper}\n", markdown(HEAD, list(lines(mine)))]
+        text.append(f"\n## {paper}")
+        if table := list(lines([c for c in mine if c.outcomes])):
+            text += ["", markdown(HEAD, table)]
         text += [f"\n{note}" for c in mine if (note := note_of(c))]
-        text += [f"\n### How the claims of {paper} were checked\n", *map(check_of, mine)]
+        text += [f"\nNot tested ({why}): {', '.join(ids)}." for why, ids in without_figures(mine).items()]
     return "\n".join(text) + "\n"
+
+
+def without_figures(found: Sequence[Claim]) -> dict[str, list[str]]:
+    """Claims that nothing was measured of, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for claim in found:
+        if not claim.outcomes:
+            reasons.setdefault(claim.why, []).append(claim.content["id"])
+    return reasons
 
 
 def counted(paper: str, found: Sequence[Claim]) -> list[str]:
@@ -54,39 +73,36 @@ def counted(paper: str, found: Sequence[Claim]) -> list[str]:
 
 def lines(found: Sequence[Claim]) -> Iterator[list[str]]:
     for claim in found:
-        pairs = zip_longest(claim.margins, claim.outcomes)
         row = [
-            claim.content["id"],
-            str(claim.content["claim"]),
+            f"`{claim.content['id']}` {claim.content['claim']}",
             f"**{claim.verdict}**" + (f" ({claim.why})" if claim.why else ""),
-            "; ".join(map(str, claim.outcomes)) or "–",
-            "; ".join(dict.fromkeys(of_interest(m, o, claim.seeds) for m, o in pairs)) or "–",
+            compared(claim),
+            of_interest(claim),
             numbers_of_paper(claim.content.get("paper")),
             claim.effects,
+            f"{claim.content['data']}, {claim.measured}" if claim.measured else claim.content["data"],
         ]
         yield [cell.replace("|", "\\|") for cell in row]
 
 
-def of_interest(margin: float, found: Outcome | None, seeds: int) -> str:
-    """The smallest effect of interest, and the difference that so many seeds find in four of five cases."""
-    if found is None or seeds < 2:
-        return number(margin)
-    once = quantile(seeds - 1)
-    return f"{number(margin)}, {found.half * (1 + quantile(seeds - 1, 0.4) / once):.2g}"
+def compared(claim: Claim) -> str:
+    """What was measured of both sides, each with its name; a left side that several comparisons share stands once."""
+    told, before = list[str](), ""
+    for one, found in zip(claim.compared, claim.outcomes, strict=False):
+        left = f"{by(one)}: {side(one['left'])} {number(found.left)}; against "
+        right = f"{side(one['right'])} {number(found.right)}: {found.difference:+.3g} ± {found.half:.2g}"
+        told.append(right if left == before else left + right)
+        before = left
+    return "; ".join(told) or "–"
 
 
-def check_of(claim: Claim) -> str:
-    """Where the claim stands in the paper, what was compared under which keys, and when."""
-    content = claim.content
-    compared = "; ".join(dict.fromkeys(f"{side(c['left'])} and {side(c['right'])} by {by(c)}" for c in claim.compared))
-    keys = words(content.get("keys", {}))
-    told = [
-        f"- **{content['id']}**: {content['source']}.",
-        f"{compared}; on {content['data']}{' with ' + keys if keys else ''}.",
-        str(content.get("how", "")),
-        f"Measured {claim.measured}." if claim.measured else "",
-    ]
-    return " ".join(filter(None, told))
+def of_interest(claim: Claim) -> str:
+    """The smallest effects of interest; where nothing is decided, what these seeds find in four of five cases."""
+    interest = ", ".join(dict.fromkeys(map(number, claim.margins)))
+    if claim.verdict != "not decided" or claim.seeds < 2:
+        return interest
+    power = 1 + quantile(claim.seeds - 1, 0.4) / quantile(claim.seeds - 1)
+    return f"{interest}; found: {', '.join(f'{one.half * power:.2g}' for one in claim.outcomes)}"
 
 
 def side(given: Mapping[str, Any]) -> str:
@@ -97,7 +113,7 @@ def side(given: Mapping[str, Any]) -> str:
 
 
 def by(one: Mapping[str, Any]) -> str:
-    times = f", the left {one['times']} times," if "times" in one else ""
+    times = f" (the left {one['times']} times)" if "times" in one else ""
     return str(one["measure"]) + times + (f" with {words(one['keys'])}" if one.get("keys") else "")
 
 
@@ -127,13 +143,15 @@ def as_printed(given: float) -> str:
 
 
 def numbers_of_paper(given: object) -> str:
+    """Left and right of each comparison; a left number that follows itself stands once."""
     pairs = given if isinstance(given, list) else [given]
-    found = [
-        f"{as_printed(p['left'])} and {as_printed(p['right'])}"
-        for p in pairs
-        if isinstance(p, dict) and {"left", "right"} <= p.keys()
-    ]
-    return "; ".join(found) or "–"
+    told, before = list[str](), None
+    for pair in pairs:
+        if isinstance(pair, dict) and {"left", "right"} <= pair.keys():
+            right = as_printed(pair["right"])
+            told.append(right if pair["left"] == before else f"{as_printed(pair['left'])} and {right}")
+            before = pair["left"]
+    return "; ".join(told) or "–"
 
 
 def note_of(claim: Claim) -> str:

@@ -23,7 +23,7 @@ from fedvlm.training.folder import RunFolder
 
 GRID = (0.3, 1.0, 3.0)  # times the recipe's lr, which was chosen on other data
 WIDER = (0.003, 0.01, 0.03, 0.1, *GRID, 10.0, 30.0)  # what is tried where the best of the grid is its first or last
-BY_PERSONAL_MODELS = ("P", "acc", "cacc", "auroc", "fpr95", "local", "variance", "worst")
+BY_PERSONAL_MODELS = ("P", "acc", "cacc", "auroc", "fpr95", "local", "base", "novel", "hm", "variance", "worst")
 
 
 class Side(NamedTuple):

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import claim_document
 import numpy as np
 import yaml
-from claim_document import HEAD, VERDICTS, lines, number
+from claim_document import HEAD, VERDICTS, lines
 from claim_record import FIGURES, Entry, digest, load, merged, save
 from claim_runs import Side, Study, listed
 from papers.measures import half_width
@@ -78,9 +78,6 @@ class Outcome(NamedTuple):
     difference: float
     half: float  # half of the 95 % interval
 
-    def __str__(self) -> str:
-        return f"{number(self.left)} and {number(self.right)}: {self.difference:+.3g} ± {self.half:.2g}"
-
 
 @dataclass
 class Claim:
@@ -91,7 +88,7 @@ class Claim:
     acted: bool = False
     lacking: str = ""  # what must have learned, and did not
     reason: str = "not run"  # why it is not tested, or not all of it was run
-    measured: str = ""  # when, at which commit
+    measured: str = ""  # when, and how it differs from the rule
     seeds: int = 0
 
     @property
@@ -166,9 +163,8 @@ class Claim:
         self.seen, self.acted, self.reason = list(entry.seen), entry.acted, entry.reason or self.reason
         self.lacking, self.seeds = entry.lacking, len(entry.seeds)
         cut = f", at most {entry.rounds} rounds" if entry.rounds else ""
-        cut += f", bound={entry.bound:g}" if entry.bound else ""
-        self.measured = f"{entry.date} at {entry.commit}, {len(entry.seeds)} seeds{cut}"
-        self.measured += f", lr {entry.factors}" if entry.factors else ""
+        seeds = "" if len(entry.seeds) == len(SEEDS) else f", {len(entry.seeds)} seeds"
+        self.measured = f"{entry.date}{seeds}{cut}"
 
 
 def claims(papers: Sequence[str], only: Sequence[str]) -> list[Claim]:
@@ -285,20 +281,22 @@ def recorded(runs: Sequence[RunFolder], name: str) -> float | None:
     for run, last in zip(runs, last_rounds(runs), strict=True):
         entry: object = last.get("effects", {}).get(name, last.get(name))
         if name == "untrained":
-            entry = on_training_images(next(iter(run.rounds())), "shared")
+            entry = accuracy(next(iter(run.rounds())), "shared", "val")
         elif name == "learned":
-            entry = on_training_images(last, "shared") - on_training_images(next(iter(run.rounds())), "shared")
+            entry = accuracy(last, "shared", "val") - accuracy(next(iter(run.rounds())), "shared", "val")
         elif name == "fitted":
-            entry = on_training_images(last, "personal") - on_training_images(last, "shared")
+            entry = accuracy(last, "personal", "train") - accuracy(last, "shared", "train")
         if isinstance(entry, dict):
             found += list(entry.values())
-        elif isinstance(entry, int | float):
+        elif isinstance(entry, int | float) and not math.isnan(entry):
             found.append(float(entry))
     return float(np.median(found)) if found else None
 
 
-def on_training_images(record: RoundRecord, view: str) -> float:
-    return float(record.get(view, {}).get("train", math.nan))  # type: ignore[attr-defined]
+def accuracy(record: RoundRecord, view: str, split: str) -> float:
+    """NaN where it was not scored, as that on training images since 2026-11-19."""
+    found = record.get(view, {}).get(split)  # type: ignore[attr-defined]
+    return math.nan if found is None else float(found)
 
 
 def check(claim: Claim, study: Study) -> None:
@@ -387,8 +385,7 @@ def main() -> None:
     study.play([side for c in found for one in c.compared for side in c.sides(one)])
     for claim in found:
         check(claim, study)
-    shown_columns = [i for i, name in enumerate(HEAD) if name != "claim"]  # a terminal has no room for it
-    console.rows([HEAD[i] for i in shown_columns], [[row[i] for i in shown_columns] for row in lines(found)])
+    console.rows(HEAD, list(lines(found)))
     if args.write:
         now = {c.name: measured(c, study) for c in found if c.outcomes}
         entries = merged(load(RECORD), now)

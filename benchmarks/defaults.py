@@ -99,10 +99,14 @@ def study(methods: Sequence[str], data: Mapping[str, str], args: argparse.Namesp
 
 def rows(found: Sequence[Found], data: Sequence[str]) -> Iterator[list[str]]:
     for one in found:
-        cells = [
-            f"{one.scores[d][one.shipped]:.2f}, best {max(one.scores[d].values()):.2f} at {one.best(d):g}" for d in data
-        ]
-        yield [one.method, f"{one.shipped:g}", *cells, f"{one.worst(one.shipped):.2f}", f"{one.advised:g}"]
+        rate = f"{one.shipped:g}" + (f", advised {one.advised:g}" if one.advised != one.shipped else "")
+        yield [one.method, rate, *(cell(one, d) for d in data), f"{one.worst(one.shipped):.2f}"]
+
+
+def cell(one: Found, data: str) -> str:
+    """The accuracy with the shipped lr and, where another lr is better, the best one with its lr."""
+    shipped, best = f"{one.scores[data][one.shipped]:.2f}", f"{max(one.scores[data].values()):.2f}"
+    return shipped if shipped == best else f"{shipped} ({best} at {one.best(data):g})"
 
 
 def main() -> None:
@@ -117,7 +121,7 @@ def main() -> None:
     every = tuned_recipes()
     methods = args.methods or [m for m, adapter in every.items() if adapter in EMBEDDED]
     data = {Path(d).name: d for d in args.data}
-    head = ["method", "lr", *(f"{d}: as shipped" for d in data), "largest loss", "lr advised"]
+    head = ["method", "lr", *(f"{d}: as shipped" for d in data), "largest loss"]
     found = []
     for one in study(methods, data, args):
         found.append(one)
@@ -131,9 +135,9 @@ def main() -> None:
             "accuracy on validation in %, mean of the shared and the personal models', last round; "
             f"seed {args.seed}, rounds as shipped, nobody held out; clients by domain, of data without domains ten by "
             "Dirichlet(0.5)",
-            "best: of the shipped lr and two steps of 1, 3, 10 to either side; largest loss: points below the best, on "
-            f"the data set where it is largest; lr advised: where that is more than {LIMIT:g}, the one that loses least "
-            "where it loses most",
+            "in brackets the best of the shipped lr and two steps of 1, 3, 10 to either side, where it is another; largest "
+            f"loss: points below the best, on the data set where it is largest; advised: where that is more than {LIMIT:g}, "
+            "the lr that loses least where it loses most",
             "schedule=cosine where a recipe ships it; the shipped settings were chosen by this accuracy on these data",
             f"{len(found) - len(missed)} of {len(found)} within {LIMIT:g} points on each data set; not: "
             f"{', '.join(missed) or 'none'}",

@@ -17,7 +17,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -765,7 +765,7 @@ def shell_name(scene: Scene) -> str:
     return "nothing: not offered"
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     outcomes = list[Outcome]()
     with emoji() as images, tempfile.TemporaryDirectory() as made:
         os.environ |= {"FEDVLM_CACHE": f"{made}/cache"}

@@ -1,15 +1,22 @@
-"""How long the page takes and how large it is: `python benchmarks/page.py` (12 methods × 12 runs; 12 runs of 500 clients,
-without and with --details).
+"""How long the page takes, how large it is and what a browser says of it: `python benchmarks/page.py`.
 
-The run folders are made up; see `written`.
+    python benchmarks/page.py --pictures FOLDER --axe axe.min.js     # `npm pack axe-core`; pip install playwright; chromium
+
+The run folders are made up; see `written`. Pictures are at 1440 × 900 and 390 × 844, light and dark. A page over its
+budget, with a violation of axe-core's rules, or wider than its window ends with 1.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors.numpy import save
@@ -50,8 +57,10 @@ def written(root: Path, method: str, seed: int, unseen: str, clients: list[str],
             "shared": {"test": mean},
         }
         record |= {"G": own[unseen]["shared"]["test"], "P": mean, "asked": len(trained), "seconds": 1.0}
-        record |= {"bytes_up": 10_000, "bytes_down": 10_000, "gap_variance": float(draw.random())}
-        record["weights"] = dict(zip(trained, draw.dirichlet(np.ones(len(trained))).tolist(), strict=True))
+        record |= {"bytes_up": 10_000, "bytes_down": 10_000}
+        record |= {"gap_variance": float(draw.random())} if method == "fft-gp" else {}
+        if method == "fft-gp":  # which is about its weights
+            record["weights"] = dict(zip(trained, draw.dirichlet(np.ones(len(trained))).tolist(), strict=True))
         records.append(record)
     result = Result(
         records[-1], records[-1], {"shared": 9, "private": 0}, 10_000 * rounds, 10_000 * rounds, 9.0, [unseen]
@@ -76,20 +85,17 @@ def written(root: Path, method: str, seed: int, unseen: str, clients: list[str],
     return run
 
 
-def many_methods(root: Path, methods: int = 12, seeds: int = 3, rounds: int = 100) -> list[RunFolder]:
-    """Each method with four targets and so many seeds."""
-    clients = ["art", "cartoon", "photo", "sketch"]
-    names = ["zero-shot", *(f"method-{k}" for k in range(1, methods))]
-    return [written(root, m, s, u, clients, rounds) for m in names for s in range(seeds) for u in clients]
+METHODS = (
+    *("zero-shot", "moments", "fedot", "fedavg", "fedclip", "ditto", "fedprox", "fft-gp", "local-only", "promptfl"),
+    *("fedlora", "scaffold", "focoop", "feddtl", "fedbabu", "fedrep", "lg-fedavg", "knn-per", "fedlt", "afl"),
+)
 
 
-def many_clients(root: Path, clients: int = 500, methods: int = 4, seeds: int = 3, rounds: int = 50) -> list[RunFolder]:
+def made(root: Path, methods: int, seeds: int, clients: int, targets: int = 1, rounds: int = 50) -> list[RunFolder]:
+    """Each method with so many seeds and held-out clients."""
     names = [f"client-{k:03}" for k in range(clients)]
-    return [
-        written(root, m, s, names[0], names, rounds)
-        for m in ["zero-shot", *(f"method-{k}" for k in range(1, methods))]
-        for s in range(seeds)
-    ]
+    each = [(m, s, u) for m in METHODS[:methods] for s in range(seeds) for u in names[:targets]]
+    return [written(root, m, s, u, names, rounds) for m, s, u in each]
 
 
 def with_outputs(runs: list[RunFolder], each: int = 20) -> list[RunFolder]:
@@ -105,19 +111,80 @@ def with_outputs(runs: list[RunFolder], each: int = 20) -> list[RunFolder]:
     return runs
 
 
+class Case(NamedTuple):
+    make: Callable[[Path], list[RunFolder]]
+    options: PageOptions = PageOptions()
+    most_kb: int = 0  # the budget that issue and design give
+    most_seconds: float = 0  # of CPU
+
+
+DETAILS = PageOptions(details=True)
+CASES = {
+    "2 methods, 4 clients, one seed": Case(lambda root: made(root, 2, 1, 4)),
+    "8 methods, 4 clients, one seed": Case(lambda root: made(root, 8, 1, 4)),
+    "8 methods x 21 runs, 7 clients": Case(lambda root: made(root, 8, 3, 7, targets=7), most_kb=150, most_seconds=1),
+    "20 methods, 100 clients, one seed": Case(lambda root: made(root, 20, 1, 100)),
+    "12 methods x 12 runs, details": Case(lambda root: with_outputs(made(root, 12, 3, 4, 4, 100)), DETAILS, 500, 3),
+    "4 methods, 500 clients, details": Case(lambda root: with_outputs(made(root, 4, 3, 500)), DETAILS),
+}
+SIZES = ((1440, 900), (390, 844))
+
+
+def looked_at(pages: dict[str, Path], folder: Path, axe: Path | None) -> list[str]:
+    """Pictures of each page in a browser; what is wrong with them."""
+    from playwright.sync_api import sync_playwright
+
+    faults = []
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name, path in pages.items():
+            for width, height in SIZES:
+                for scheme in ("light", "dark"):
+                    context = browser.new_context(bypass_csp=True, color_scheme=scheme)  # type: ignore[arg-type]
+                    tab = context.new_page()
+                    tab.set_viewport_size({"width": width, "height": height})
+                    tab.goto(path.as_uri())
+                    tab.screenshot(path=folder / f"{path.stem}-{width}-{scheme}.png")
+                    if tab.evaluate("document.documentElement.scrollWidth") > width:
+                        faults.append(f"{name}: wider than {width} pixels")
+                    tab.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+                    if axe:
+                        tab.add_script_tag(path=axe)
+                        found = tab.evaluate("axe.run()")["violations"]
+                        faults += [
+                            f"{name}, {width}, {scheme}: {f['id']} ({f['nodes'][0]['html'][:90]})" for f in found
+                        ]
+                    context.close()
+        browser.close()
+    return faults
+
+
 def main() -> None:
-    cases = {
-        "12 methods × 12 runs": (many_methods, PageOptions()),
-        "500 clients, 12 runs": (many_clients, PageOptions()),
-        "the same with --details": (lambda root: with_outputs(many_clients(root)), PageOptions(details=True)),
-    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=Path, help="write pictures of the pages to this folder")
+    parser.add_argument("--axe", type=Path, help="axe.min.js, which looks for faults of accessibility")
+    args = parser.parse_args()
+    faults, pages = [], dict[str, Path]()
     with tempfile.TemporaryDirectory() as folder:
-        for name, (make, options) in cases.items():
-            runs, path = make(Path(folder) / name.split()[0]), Path(folder) / f"{name.split()[0]}.html"
-            began, used = time.perf_counter(), time.process_time()
-            page(runs, path, options)
-            took, cpu = time.perf_counter() - began, time.process_time() - used
-            print(f"{name}: {took:.1f} s ({cpu:.1f} CPU-s), {path.stat().st_size / 1e6:.2f} MB")
+        page(made(Path(folder) / "first", 2, 1, 2), Path(folder) / "first.html")  # imports are not counted
+        for k, (name, case) in enumerate(CASES.items()):
+            runs, path = case.make(Path(folder) / str(k)), Path(folder) / f"{k}.html"
+            used = time.process_time()
+            page(runs, path, case.options)
+            took, size = time.process_time() - used, path.stat().st_size / 1000
+            budget = f" (at most {case.most_seconds:g} s, {case.most_kb} kB)" if case.most_kb else ""
+            print(f"{name}: {took:.2f} CPU s, {size:.0f} kB{budget}", flush=True)
+            pages[name] = path
+            if case.most_kb and (size > case.most_kb or took > case.most_seconds):
+                faults.append(f"{name}: over its budget")
+        if args.pictures:
+            args.pictures.mkdir(parents=True, exist_ok=True)
+            faults += looked_at(pages, args.pictures, args.axe)
+            looked = len(pages) * len(SIZES) * 2
+            print(
+                f"{looked} views in a browser" + (", each by axe-core" if args.axe else "") + f": {len(faults)} faults"
+            )
+    sys.exit("\n".join(faults) or 0)
 
 
 if __name__ == "__main__":

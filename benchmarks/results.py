@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -31,19 +32,27 @@ TOLD += ("partition", "clients", "alpha", "participation", "corrupt", "domains")
 LEFT_OUT = ("shared", "private", "seconds")  # columns: counted in `fedvlm compare`, and seconds depend on the machine
 WORDS = {"partition": "auto", "shots": 0, "score": "own", "unseen_split": "test", "personal_split": "test"}  # defaults
 HEAD = """# Results
-Written by `python benchmarks/results.py` from run folders, and by the commands that titles name; not edited by hand. \
-mini-clip is a backbone a hundredth of the size of those in the papers: their numbers stand beside ours where there are \
-any, and are no aim. Every table has one rule for all of its rows, which its notes state; where these say nothing else, the \
-learning rate of a row is chosen on validation, on the first seed, from one grid for all methods (the recipe's × 0.3, 1, \
-3). What the tables say of the papers' claims is in [claims](claims.md), the price of privacy in [privacy](privacy.md), our \
-own method beside others in [moments](moments-tables.md); its rows here, too, are of `solver=ridge \
-priors=0`. FOCoOp's rows of before 2026-11-18 have `penalty=100 \
-outsider_penalty=20`, the defaults of then, and those of 2026-11-16 `fusion=0.8` in place of \
-the paper's 0.2, which is in [claims](claims.md). \
-Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate, where the recipes ship \
-`schedule=cosine` now, and bold cells of before follow two standard errors and not [the rule of \
-today](compare.md#best-and-level).
+Written by `python benchmarks/results.py` from run folders, and by the commands that titles name; not edited by hand.
+
+- Test accuracy in % of the last round, ± standard deviation over seeds, with mini-clip, split 60/20/20, unless a table \
+says otherwise. mini-clip is a hundredth of the size of the papers' backbones: their numbers stand beside ours where there \
+are any, and are no aim.
+- One rule for all rows of a table; where its notes say nothing else, the learning rate of a row is chosen on validation, \
+on the first seed, from one grid for all methods (the recipe's × 0.3, 1, 3).
+- [Measures](compare.md#how-to-read-a-table); worst 10 %: P of the worst tenth of the clients. MB up/round: sum over clients.
+- Bold: best by [the rule](compare.md#best-and-level), in tables of before 2026-11-19 by more than two standard errors of \
+the paired difference over seeds.
+- FOCoOp's rows of before 2026-11-18 have `penalty=100 outsider_penalty=20`, and those of 2026-11-16 `fusion=0.8` in place \
+of the paper's 0.2. Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate, not a cosine.
+
+What the tables say of the papers' claims: [claims](claims.md). The price of privacy: [privacy](privacy.md). Our own \
+method: [moments](moments.md); its rows are of `solver=ridge priors=0`.
 """
+COMMON = ("MB up/round:", "best by more than two standard errors", "test accuracy in %, last round; ±")  # said in HEAD
+USUAL = re.compile(
+    r"; backbone mini-clip; split 60/20/20(?=;)|^the paper's numbers were measured with another .*?(?=: )"
+)
+MEASURES = re.compile(r"^(local|[GSP]|[a-z ,]+ \([A-Z]\)): .*?(; (?=scored on: )|$)")  # their definitions
 
 
 def main() -> None:
@@ -68,8 +77,24 @@ def main() -> None:
 
 def written(document: str, made: Mapping[str, str]) -> str:
     """The document with these tables in place of those of the same title."""
-    found = sections(document) | dict(made)
+    found = {title: briefly(text) for title, text in {**sections(document), **made}.items()}
     return HEAD + "".join(f"\n## {title}\n{text.strip()}\n" for title, text in sorted(found.items()))
+
+
+def briefly(text: str) -> str:
+    """A table without the notes that stand at the head of the document."""
+    lines = []
+    for line in text.splitlines():
+        note = briefer(line.removeprefix("- ")) if line.startswith("- ") else ""
+        if not line.startswith("- "):
+            lines.append(line.replace(" / ", "/"))  # three numbers of a paper in one cell
+        elif note and not note.startswith(COMMON):
+            lines.append(f"- {note}")
+    return "\n".join(lines)
+
+
+def briefer(note: str) -> str:
+    return USUAL.sub(lambda found: "" if found[0].startswith(";") else "paper", MEASURES.sub("", note))
 
 
 def write_section(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]) -> None:

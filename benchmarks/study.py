@@ -95,7 +95,9 @@ class Shelf:
 
 
 def targets(run: RunFolder, setup: Setup) -> int:
-    return len(run.record.data.domains) if setup.config.protocol == LEAVE_ONE_OUT else 1
+    if setup.config.protocol != LEAVE_ONE_OUT:
+        return 1
+    return len(setup.config.unseen or run.record.data.domains)
 
 
 def results(runs: Sequence[RunFolder]) -> list[Result]:

@@ -10,6 +10,7 @@ the nearest other image, and how often a member is the nearest (chance is 50 %),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -60,7 +61,7 @@ def nearest(found: Tensor, x: Tensor, members: Tensor, others: Tensor) -> Tensor
     return torch.stack([*cosines, (cosines[0] > cosines[1]).float()]).mean(1)
 
 
-def main() -> int:
+def main(_: Sequence[str] = ()) -> int:
     setup = resolve("fedavg", {"data": "emoji"})
     pool = Pools().load(setup)
     number = {c: k for k, c in enumerate(pool.task.classes)}

@@ -11,7 +11,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGES = (
     *(f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
-    *(p.relative_to(ROOT).as_posix() for d in ("docs", "examples") for p in sorted((ROOT / d).glob("*.md"))),
+    *(
+        p.relative_to(ROOT).as_posix()
+        for d in ("docs", "examples", "benchmarks/papers/tables")
+        for p in sorted((ROOT / d).glob("*.md"))
+    ),
 )
 FENCE = re.compile(
     r"(?:^<!-- long: (?P<long>.+?) -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL

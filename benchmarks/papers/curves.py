@@ -10,22 +10,23 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from fedvlm.core.records import value_of
-from fedvlm.report.figures import LIGHT, Picture, Theme, settled, styled
+from fedvlm.report.figures import LIGHT, Picture
 from fedvlm.training.folder import RunFolder
+from papers.models import settled, styled
 
 SIZE = 3.4  # inches of a panel
 Group = Sequence[RunFolder]  # runs of one row on one data set
 
 
-def draw(rows: Mapping[str, Sequence[Group]], measures: Mapping[str, float], theme: Theme = LIGHT) -> Picture:
+def draw(rows: Mapping[str, Sequence[Group]], measures: Mapping[str, float]) -> Picture:
     """Of each row that has runs the mean over them, and over its data sets where it has several; `measures` have the factor
     that they are drawn with, 100 for percents."""
     rows = {title: found for title, groups in rows.items() if (found := [runs for runs in groups if runs])}
-    with styled(theme):
+    with styled():
         picture = Picture(figsize=(SIZE * len(measures), SIZE), layout=ConstrainedLayoutEngine())
         axes = picture.subplots(1, len(measures), squeeze=False)[0]
         for ax, (measure, factor) in zip(axes, measures.items(), strict=True):
-            for (title, groups), colour in zip(rows.items(), theme.colours * len(rows), strict=False):
+            for (title, groups), colour in zip(rows.items(), LIGHT.colours * len(rows), strict=False):
                 line = mean_of([by_round(runs, measure) for runs in groups])
                 ax.plot(list(line), [factor * v for v in line.values()], "-", color=colour, label=title)
             ax.set_title(f"{measure}, %" if factor == 100 else measure)

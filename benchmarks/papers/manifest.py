@@ -1,4 +1,4 @@
-"""Manifests: the tables of papers with their data, settings and published numbers (docs/reproduce.md).
+"""Manifests: the tables of papers with their data, settings and published numbers (tables/README.md).
 
 Everything in a file is checked when it is read, so that a wrong key, method or measure is an error with a place and not a
 missing column. Imports nothing heavy.

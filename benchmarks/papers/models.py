@@ -6,9 +6,11 @@ manifest.py (FIGURES)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
+import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -20,7 +22,7 @@ from fedvlm.core.state import Params, with_client_axis
 from fedvlm.errors import FedvlmError
 from fedvlm.parts.metrics.loss import Loss
 from fedvlm.predict.finished import Finished
-from fedvlm.report.figures import LIGHT, Picture, Theme, settled, styled
+from fedvlm.report.figures import LIGHT, Picture, Theme
 from fedvlm.rounds.steps.predict import one_model, sums
 
 Panel = Callable[[Axes, Finished, Theme], None]
@@ -32,15 +34,30 @@ class Named(NamedTuple):
     model: Finished
 
 
-def draw(panel: Panel, models: Sequence[Named], theme: Theme = LIGHT) -> Picture:
+def draw(panel: Panel, models: Sequence[Named]) -> Picture:
     """One panel for each model, in a row."""
-    with styled(theme):
+    with styled():
         picture = Picture(figsize=(SIZE * len(models), SIZE), layout=ConstrainedLayoutEngine())
         axes = picture.subplots(1, len(models), squeeze=False)[0]
         for ax, (title, model) in zip(axes, models, strict=True):
-            panel(ax, model, theme)
+            panel(ax, model, LIGHT)
             ax.set_title(title)
         return settled(picture)
+
+
+def settled(picture: Picture) -> Picture:
+    """Draws it once: matplotlib creates ticks on the first draw, with the settings of that moment."""
+    picture.draw_without_rendering()
+    return picture
+
+
+def styled() -> AbstractContextManager[None]:
+    """matplotlib's settings of our pictures, for the duration of a `with` block."""
+    muted = LIGHT.muted
+    own = {"font.size": 8.5, "text.parse_math": False, "text.color": LIGHT.text, "axes.titlelocation": "left"}
+    own |= {"axes.spines.top": False, "axes.spines.right": False, "axes.labelcolor": LIGHT.text}
+    own |= {"axes.edgecolor": muted, "xtick.color": muted, "ytick.color": muted}
+    return matplotlib.rc_context(own)
 
 
 def client_models(model: Finished) -> Params:

@@ -25,7 +25,7 @@ BESIDE = ("G", "P", "C", "local", "base", "novel", "hm")  # measures that tables
 
 
 class PublishedTable(TypedDict, total=False):
-    """A table of a paper on one data set (docs/reproduce.md)."""
+    """A table of a paper on one data set (tables/README.md)."""
 
     table: str
     caption: str

@@ -186,7 +186,7 @@ def draw(part: Part, planned: list[Planned], place: str) -> None:
             held_out = f", {', '.join(job.setup.config.unseen)}" if len(jobs) > 1 else ""
             found.append(models.Named(p.row.title + held_out, model))
     if found:
-        figures.write_picture(models.draw(panel, found), Path(place), figures.LIGHT)
+        figures.write_picture(models.draw(panel, found), Path(place))
 
 
 def draw_curves(part: Part, members: Sequence[list[Planned]], place: str) -> None:
@@ -198,7 +198,7 @@ def draw_curves(part: Part, members: Sequence[list[Planned]], place: str) -> Non
         row.title: [p.finished for planned in members for p in planned if p.row.title == row.title] for row in part.rows
     }
     measures = {m: 100.0 if m in PERCENT else 1.0 for m in part.measures}
-    figures.write_picture(curves.draw(rows, measures), Path(place), figures.LIGHT)
+    figures.write_picture(curves.draw(rows, measures), Path(place))
 
 
 def runs_of(planned: list[Planned]) -> Runs:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from fedvlm.backbones.base import Backbone
-from fedvlm.core.weights import in_full
+from fedvlm.core.hub_names import in_full
 from fedvlm.errors import FedvlmError
 
 ASSETS = Path(__file__).parent / "assets"

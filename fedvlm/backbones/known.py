@@ -15,13 +15,13 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from fedvlm.backbones.model_folder import loading
+from fedvlm.backbones.model_folder import loading, most_of
 from fedvlm.backbones.weights import fill, read_weights, weight_files
 from fedvlm.core.records import parsed, read_text
 from fedvlm.core.state import Params
 from fedvlm.errors import FedvlmError
 from fedvlm.system.names import printable
-from fedvlm.towers.modules import ACTIVATIONS, Family, OneTower, Sizes, TextSizes, TwoTowers, VisionSizes
+from fedvlm.towers.modules import ACTIVATIONS, Architecture, OneTower, Sizes, TextSizes, TwoTowers, VisionSizes
 
 # what a config.json need not repeat
 VISION: Mapping[str, object] = {
@@ -40,7 +40,6 @@ ALONE: Mapping[str, Mapping[str, object]] = {
     "vit": {**VISION, "patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
     "dinov2": {**VISION, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
 }
-MOST_LAYERS, MOST = 1000, 1 << 24  # of a size
 MAY_BE_0 = ("eos_token_id", "projection_size")
 SINGLE = {"vision_model.embeddings.class_embedding", "vision_model.embeddings.position_embedding.weight"}
 # settings that change what is computed, and the only value that is known here
@@ -68,7 +67,7 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 def two_towers(name: str, config: Mapping[str, object], weights: Params) -> TwoTowers:
     """A CLIP or a SigLIP; `config`: what config.json holds."""
-    family: Family = "siglip" if config.get("model_type") == "siglip" else "clip"
+    family: Architecture = "siglip" if config.get("model_type") == "siglip" else "clip"
     siglip = family == "siglip"
     vision = sizes(name, VisionSizes, {**VISION, **(SIGLIP if siglip else {}), **side(config, "vision_config")})
     given = {**(SIGLIP_TEXT if siglip else TEXT), **side(config, "text_config")}
@@ -80,7 +79,7 @@ def two_towers(name: str, config: Mapping[str, object], weights: Params) -> TwoT
 
 def one_tower(name: str, config: Mapping[str, object], weights: Params) -> OneTower:
     """A ViT or a DINOv2."""
-    family = cast(Family, config["model_type"])
+    family = cast(Architecture, config["model_type"])
     given = {**ALONE[family], **config}
     if family == "dinov2" and isinstance(given["hidden_size"], int):
         ratio = config.get("mlp_ratio", 4)
@@ -110,12 +109,10 @@ def sizes(name: str, kind: type[AnySizes], given: Mapping[str, object]) -> AnySi
     for field in fields(kind):
         value, least = given.get(field.name, field.default), 0 if field.name in MAY_BE_0 else 1
         wanted = {"hidden_act": str, "layer_norm_eps": float}.get(field.name, int)
-        if type(value) is not wanted or (isinstance(value, int) and not least <= value < MOST):
+        if type(value) is not wanted or (isinstance(value, int) and not least <= value <= most_of(field.name)):
             raise refused(name, field.name, value)
         found[field.name] = value
     made = kind(**found)  # type: ignore[arg-type]
-    if made.num_hidden_layers > MOST_LAYERS:
-        raise refused(name, "num_hidden_layers", made.num_hidden_layers)
     if made.hidden_size % made.num_attention_heads:
         raise refused(name, "num_attention_heads", made.num_attention_heads)
     return made

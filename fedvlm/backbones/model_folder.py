@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ KERNELS = (
 )  # entries that choose code, which may be fetched
 BUILT_IN = (None, False, True, "eager", "sdpa")
 # what numbers of a configuration may be at most, by parts of their names: they decide how much memory a model takes
-LARGEST = {"layers": 512, "heads": 1024, "size": 1 << 23, "dim": 1 << 18, "embeddings": 1 << 20, "experts": 1024}
+LARGEST = {"layers": 512, "heads": 1024, "size": 1 << 23, "dim": 1 << 18, "embeddings": 1 << 20}
+LARGEST |= {"length": 1 << 20, "experts": 1024}
 PIXELS = ("image_size", "shortest_edge", "height", "width")
 MOST_PIXELS = 4096  # of an edge
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -83,9 +85,9 @@ def check_entries(name: str, folder: Path) -> None:
         for key, value in entries:
             if key.strip("_") in KERNELS and not (isinstance(value, str | bool | None) and value in BUILT_IN):
                 raise FedvlmError(f"backbone={name}: {path.name} has {key}={value!r:.80}, which asks for other code")
-            most = MOST_PIXELS if key in PIXELS else next((n for k, n in LARGEST.items() if k in key), None)
+            most = most_of(key)
             for number in value if isinstance(value, list) else [value]:
-                if most is not None and isinstance(number, int | float) and not -most <= number <= most:
+                if isinstance(number, int | float) and not -most <= number <= most:
                     raise FedvlmError(f"backbone={name}: {path.name} has {key}={number:g}, and {most:,} is the most")
     for path in sorted(folder.glob(INDEX)):
         try:
@@ -95,6 +97,11 @@ def check_entries(name: str, folder: Path) -> None:
             raise FedvlmError(f"backbone={name}: {path.name} is not readable ({type(error).__name__})") from error
         if odd:
             raise FedvlmError(f"backbone={name}: {path.name} names {odd[0]!r:.80}, and weights are files of the folder")
+
+
+def most_of(key: str) -> float:
+    """The most that a number of a configuration may be."""
+    return MOST_PIXELS if key in PIXELS else next((n for k, n in LARGEST.items() if k in key), math.inf)
 
 
 def nested(value: object, key: str = "") -> Iterator[tuple[str, object]]:

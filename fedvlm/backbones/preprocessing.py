@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.backbones.model_folder import PREPROCESSING
+from fedvlm.backbones.model_folder import MOST_PIXELS, PREPROCESSING
 from fedvlm.core.records import parsed, read_text
 from fedvlm.errors import FedvlmError
 from fedvlm.system.names import printable
@@ -29,7 +29,6 @@ INTERPOLATIONS = {"bicubic": RESAMPLING.BICUBIC, "bilinear": RESAMPLING.BILINEAR
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
-MOST = 8192  # pixels of a side
 
 
 @dataclass(frozen=True)
@@ -191,9 +190,9 @@ def sides(where: str, key: str, given: object, shortest: bool) -> tuple[int, tup
         else {"height": given, "width": given}
     )
     found = {k: v for k, v in entries.items() if v is not None}
-    if not all(isinstance(v, int) and 0 < v <= MOST for v in found.values()):
+    if not all(isinstance(v, int) and 0 < v <= MOST_PIXELS for v in found.values()):
         raise FedvlmError(
-            f"{where}: its preprocessing has {key}={printable(given, 60)}, not sides of at most {MOST} pixels"
+            f"{where}: its preprocessing has {key}={printable(given, 60)}, not sides of at most {MOST_PIXELS} pixels"
         )
     sized = cast(dict[str, int], found)
     if sized.keys() == {"shortest_edge"}:

@@ -23,7 +23,7 @@ from fedvlm.system.names import printable
 class Options(TypedDict, total=False):
     nargs: str
     metavar: str
-    default: str | float
+    default: str | float | list[str]
     help: str
     action: str
     choices: tuple[str, ...]
@@ -40,7 +40,7 @@ class Command(NamedTuple):
     arguments: tuple[Argument, ...] = ()
 
 
-PAIRS = Argument("pairs", {"nargs": "*", "metavar": "key=value"})
+PAIRS = Argument("pairs", {"nargs": "*", "default": [], "metavar": "key=value"})
 RUNS = Argument("runs", {"nargs": "+", "metavar": "RUN"})
 RUN = Argument("run", {"metavar": "RUN"})
 KIT = Argument("kit", {"metavar": "KIT", "help": "a zip file of `fedvlm federation init`, or its folder"})
@@ -311,7 +311,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         home = next((n for n in COLLECTS if hasattr(args, n)), None)
         if home is None or word.startswith("-"):
             parser.error(f"unrecognised: {word}{_as_key(word, words)}")
-        getattr(args, home).append(word)
+        setattr(args, home, [*getattr(args, home), word])
     return args
 
 

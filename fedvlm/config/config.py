@@ -72,9 +72,8 @@ class DataKeys:
     # use only these classes: classes=dog,cat, or a file of names; empty: all
     classes: tuple[str, ...] = default((), "free", "central", "classes")
     stride: Count = default(8, "free")  # text: characters from one example to the next
-    duplicates: Literal["group", "drop", "keep"] = default(
-        "group", "unbound"
-    )  # the same image more than once: all copies in the same part of the split, left out, or as any other image
+    # the same image more than once: all copies in the same part of the split, left out, or as any other image
+    duplicates: Literal["group", "drop", "keep"] = default("group", "unbound")
     broken: Literal["skip", "refuse"] = default("skip", "free")  # unreadable images: leave out and list them, or stop
 
 

@@ -19,7 +19,7 @@ FAMILIES = {
     ),
     "adapters": Family(
         "a map of the embeddings, shared or private, where heads are level with each other",
-        ("attention", "two_masks", "rotation", "linear"),
+        ("attention", "two_masks", "rotation", "linear", "clip_adapter"),
     ),
     "prompts": Family(
         "few images per class, new classes or outsiders; needs a text tower, and minutes instead of seconds",
@@ -30,10 +30,7 @@ FAMILIES = {
     ),
     "inside the towers": Family(
         "images far from what the backbone knows, with a GPU: LoRA, visual prompts, both towers",
-        (
-            *("lora", "small", "residual", "ffa", "visual", "visual_head", "maple", "crossed", "mma", "independent"),
-            "truncated",
-        ),
+        ("lora", "small", "residual", "ffa", "visual", "visual_head", "maple", "crossed", "mma", "independent"),
     ),
     "whole networks": Family(
         "everything is trained and sent: other tasks, or as a reference",

@@ -95,16 +95,14 @@ class Pools:
 
     def encode(self, setup: Setup) -> Pool:
         """What `load` gives, with a progress bar; names the images that are left out."""
-        known = len(self.made)
         with console.progress(f"encoding {setup.config.data} for {setup.method.label}") as update:
             pool = self.load(setup, lambda done, total: update(done, total=total))
         if pool.copies:
             self.say(f"data={pool.source.name}: {pool.copies}", console.warn)
-        if len(self.made) > known:
-            for name, why in list(pool.skipped.items())[:10]:
-                console.warn(f"left out: {name}: {why}")
-            if len(pool.skipped) > 10:
-                console.warn(f"left out: {len(pool.skipped) - 10} more (run.json names them all)")
+        for name, why in list(pool.skipped.items())[:10]:
+            self.say(f"left out: {name}: {why}", console.warn)
+        if len(pool.skipped) > 10:
+            self.say(f"left out: {len(pool.skipped) - 10} more (run.json names them all)", console.warn)
         return pool
 
     def say(self, text: str, say: Callable[[str], None]) -> None:

@@ -209,10 +209,12 @@ def one_by_one(ids: np.ndarray, answer: Answer, ragged: list[str]) -> Iterator[R
 
 def stack(method: Method, device: str = "cpu") -> int:
     """How many clients to train side by side: as many as keep their parameters within 4 MiB, near the size of a core's
-    cache; a larger chunk gains nothing (benchmarks/speed.py measures it). On a GPU, as many as fit."""
+    cache; a larger chunk gains nothing (benchmarks/speed.py measures it). On a GPU, as many as fit; of networks, which
+    compute their clients in turn and gain little, 256 MiB."""
     size = nbytes(method.initial) + nbytes(method.newcomer)
     most = max_clients(method.adapter, device)
-    return int(max(1, min(most, (4 << (20 if device == "cpu" else 28)) // max(1, size))))
+    doublings = 20 if device == "cpu" else 26 if method.adapter.limits.clients == 1 else 28
+    return int(max(1, min(most, (4 << doublings) // max(1, size))))
 
 
 def max_clients(adapter: Adapter, device: str) -> int:

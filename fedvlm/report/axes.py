@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedvlm.report.figures import MethodLine, shorten, spaced
+from fedvlm.report.lines import MethodLine, shorten, spaced
 from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Scale, to_scale
 
 MOST_LABELS = 8  # curves or markers whose names stand beside them; of more, see the legend

@@ -1,6 +1,6 @@
 """The charts with which the page compares methods, from run folders only.
 
-The numbers are those of `figures.gather`, and so of the tables: last round, test split. Intervals stand in the ranking.
+The numbers are those of `lines.gather`, and so of the tables: last round, test split. Intervals stand in the ranking.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedvlm.evaluation.protocols import is_base_to_novel
 from fedvlm.report.axes import Drawn, indexed, label_points, name_curves, room, rows_axes
 from fedvlm.report.client_charts import charts_of_clients, ends, ranked, variances
 from fedvlm.report.columns import DEFINED
-from fedvlm.report.figures import PLOTTED, MethodLine
+from fedvlm.report.lines import PLOTTED, MethodLine
 from fedvlm.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, chart, shape_path
 from fedvlm.system.table import ClientScores
 from fedvlm.training.folder import RunFolder
@@ -94,6 +94,20 @@ def plane(lines: list[MethodLine], up: str, across: str) -> Drawn:
     caption += " Dashed: zero-shot." * any(x.frozen for _, x in both)
     caption += f" Not drawn, because a value is missing: {', '.join(left_out)}." if left_out else ""
     return Drawn(f"{word(up).capitalize()} against {word(across)}", caption, str(c))
+
+
+def ranking(lines: list[MethodLine]) -> Drawn:
+    """A row for each method by the one goal that there is, the best on top."""
+    metric = next((m for m in axes_of(lines)), "P")
+    at = {k: x.last(metric)[0] for k, x in indexed(lines)}
+    order = sorted(indexed(lines), key=lambda found: -np.nan_to_num(at[found[0]], nan=-1.0))
+    c = rows_axes("methods ranked", [x.label for _, x in order], list(at.values()), f"{word(metric)}, %")
+    for place, (k, x) in enumerate(order):
+        if math.isfinite(at[k]):
+            c.open_group(k, x.frozen)
+            c.marker(k, at[k], place, f"{x.label}: {at[k]:.1f} %", x.frozen)
+            c.close_group()
+    return Drawn(word(metric).capitalize(), f"{DEFINED[metric].meaning}, %.", str(c))
 
 
 def client_rows(by_client: dict[str, ClientScores], lead: str) -> list[Drawn]:

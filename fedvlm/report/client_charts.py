@@ -9,7 +9,7 @@ import numpy as np
 
 from fedvlm.report import fairness
 from fedvlm.report.axes import Drawn, End, indexed, name_curves, room
-from fedvlm.report.figures import MethodLine
+from fedvlm.report.lines import MethodLine
 from fedvlm.report.svg import chart, colour, hue
 from fedvlm.training.folder import RunFolder
 
@@ -59,7 +59,7 @@ def variances(runs: list[RunFolder], lines: list[MethodLine]) -> list[Drawn]:
 
 
 def charts_of_clients(runs: list[RunFolder], lines: list[MethodLine]) -> list[Drawn]:
-    """Weights and gaps of the clients, a chart for each method that recorded some that are not all equal."""
+    """Weights and gaps of the clients, a chart for each method whose own change from round to round."""
     out = []
     for line in lines:
         identities = {r.identity for r in line.records}
@@ -69,7 +69,9 @@ def charts_of_clients(runs: list[RunFolder], lines: list[MethodLine]) -> list[Dr
             ("gaps", "Generalisation gap of each client: validation loss of the shared model − that of its own"),
         ):
             values = recorded_values(members, name)
-            if len(values) > 1 and any(np.ptp(list(v.values())) > 1e-6 for v in values.values()):
+            if any(
+                abs(v[c] - first) > 1e-6 for v in values.values() for c, first in values[min(values)].items() if c in v
+            ):
                 out.append(client_curves(f"{line.label}: {name}", words, values))
     return out
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from fedvlm.report.answers import VIEWS, Answers
 from fedvlm.report.axes import Drawn, End, name_curves, room
-from fedvlm.report.figures import shorten, spaced
+from fedvlm.report.lines import shorten, spaced
 from fedvlm.report.svg import (
     BOTTOM,
     COLOURS,

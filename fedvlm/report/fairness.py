@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedvlm.report.figures import MethodLine
+from fedvlm.report.lines import MethodLine
 from fedvlm.training.folder import RunFolder
 
 PERCENTILES = np.linspace(0, 100, 101)

@@ -9,13 +9,13 @@ from fedvlm.config import catalogue
 from fedvlm.config.config import OPEN
 from fedvlm.evaluation.protocols import target
 from fedvlm.report.columns import DEFINED
-from fedvlm.report.figures import MethodLine, family_of
 from fedvlm.report.gains import FROZEN, Verdict, compared_measures, gain, verdicts
 from fedvlm.report.headline import by_how_much
+from fedvlm.report.lines import MethodLine, family_of
 from fedvlm.report.svg import colour, element, hollow, marker
 from fedvlm.report.tables import Groups
 from fedvlm.system.formatting import counted
-from fedvlm.system.interrupts import shell_line
+from fedvlm.system.interrupts import key_words, shell_line
 from fedvlm.system.table import Table, Value
 
 BEST_STATE, LEVEL_STATE = "best", "level"
@@ -155,9 +155,9 @@ def next_command(groups: Groups, lead: str) -> str:
     record = groups[lead][0]
     of_bench = {*catalogue.with_trait("varies", "asker", "selection"), *catalogue.for_purpose("output", "engine")}
     given = {k: v for k, v in record.given.items() if k not in of_bench and (k != "protocol" or v == OPEN)}
-    words = [f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in given.items()]
     name = record.method.path or record.method.name
-    return shell_line(["fedvlm", *(["bench", name, "moments", "fedavg"] if len(groups) < 2 else ["run", name]), *words])
+    command = ["bench", name, "moments", "fedavg"] if len(groups) < 2 else ["run", name]
+    return shell_line(["fedvlm", *command, *key_words(given)])
 
 
 def strips_of(table: Table, measure: str, lines: dict[str, MethodLine]) -> dict[str, Cell]:

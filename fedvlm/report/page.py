@@ -23,9 +23,9 @@ from fedvlm.report.blocks import blocks
 from fedvlm.report.columns import meanings
 from fedvlm.report.details import Details, Method, details
 from fedvlm.report.effects import Effect, effects
-from fedvlm.report.figures import LIGHT, MethodLine, gather
 from fedvlm.report.first_screen import First, first_screen, leader
 from fedvlm.report.gains import FROZEN, against_frozen, verdicts
+from fedvlm.report.lines import MethodLine, gather
 from fedvlm.report.matrices import MOST_COLUMNS, Matrix, matrices, percent_cell
 from fedvlm.report.sent import sent
 from fedvlm.report.snapshot import Snapshot
@@ -157,7 +157,7 @@ class Look(NamedTuple):
 
 def block(title: str, runs: Sequence[RunFolder], options: PageOptions = DEFAULT) -> PageBlock:
     runs = list(runs)
-    groups, table, lines = grouped(runs), summarise(runs), gather(runs, LIGHT)
+    groups, table, lines = grouped(runs), summarise(runs), gather(runs)
     first, folders = first_screen(table, groups, lines), {r.record.identity: r for r in runs}
     lead = leader(table, verdicts(table))
     warnings = [*table.warnings, *against_frozen(table)[: 0 if table.unlike else None]]

@@ -19,7 +19,7 @@ COLOURS = 6  # of the style sheet for classes and curves of clients: c0 to c5
 STYLES = ("f-one", "f-head", "f-adapt", "f-prompt", "f-tower", "f-whole", "f-ref")  # of families, as in FAMILIES
 PER_FAMILY = 100  # a method has the number PER_FAMILY × family + mark
 MOST_VERTICES = 200  # of a curve
-MOST_TIPS = 40  # values of a curve that hovering shows
+MOST_TIPS = 20  # values of a curve that hovering shows
 T = TypeVar("T")
 SHAPES = ("circle", "square", "up", "diamond", "down", "cross", "star")
 

@@ -28,7 +28,7 @@ from fedvlm.studies.comparison import SEEDS
 from fedvlm.studies.sweep import Point, varied
 from fedvlm.system import console
 from fedvlm.system.formatting import counted, duration
-from fedvlm.system.interrupts import shell_line
+from fedvlm.system.interrupts import key_words, shell_line
 from fedvlm.system.machine import runs_home
 from fedvlm.system.table import Table
 from fedvlm.training.folder import SWEEP, RunFolder
@@ -78,7 +78,7 @@ class Try:
 
     @property
     def trains(self) -> bool:
-        return family_of(self.setup) not in (ONE_ROUND,) and self.label != FROZEN
+        return family_of(self.setup) != ONE_ROUND and self.label != FROZEN
 
 
 @dataclass
@@ -261,7 +261,7 @@ class Search:
         runs = api.Runs([api.Run(run) for run in done.values()])
         winner = max((t for t in finalists if t.label != FROZEN), key=lambda t: t.score)
         table = runs.table()
-        words = ["run", winner.label, *(f"{k}={v}" for k, v in (self.given | winner.point).items())]
+        words = ["run", winner.label, *key_words(self.given | winner.point)]
         words.append(f"out={self.out / 'chosen'}")
         return Chosen(
             winner.label,

@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 @contextlib.contextmanager
@@ -59,3 +59,8 @@ def held() -> Iterator[None]:
 def shell_line(words: Sequence[str]) -> str:
     """These words as a command line."""
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
+def key_words(given: Mapping[str, object]) -> list[str]:
+    """These keys as a command line takes them: key=value, several values with commas between."""
+    return [f"{k}={','.join(map(str, v)) if isinstance(v, list | tuple) else v}" for k, v in given.items()]

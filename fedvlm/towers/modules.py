@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Family = Literal["clip", "siglip", "vit", "dinov2"]
+Architecture = Literal["clip", "siglip", "vit", "dinov2"]
 OLD_END = 2  # the end token that old files of CLIP name wrongly: there it is the highest id
 
 
@@ -132,7 +132,7 @@ class Encoder(nn.Module):
 class Patches(nn.Module):
     """The input of the first layer, [images, positions, width], of pixels [images, 3, height, width]."""
 
-    def __init__(self, sizes: VisionSizes, family: Family):
+    def __init__(self, sizes: VisionSizes, family: Architecture):
         super().__init__()
         self.grid, width = sizes.image_size // sizes.patch_size, sizes.hidden_size
         first = family != "siglip"  # there is a class token before the patches
@@ -175,7 +175,7 @@ class Pool(nn.Module):
 
 
 class VisionTower(nn.Module):
-    def __init__(self, sizes: VisionSizes, family: Family):
+    def __init__(self, sizes: VisionSizes, family: Architecture):
         super().__init__()
         width, eps = sizes.hidden_size, sizes.layer_norm_eps
         self.config, self.embeddings = sizes, Patches(sizes, family)
@@ -209,7 +209,7 @@ class TextModule(nn.Module):
     """CLIP's tower is causal and read at the first end token, so that what follows it does not matter; SigLIP's is not,
     and read at the last position."""
 
-    def __init__(self, sizes: TextSizes, family: Family):
+    def __init__(self, sizes: TextSizes, family: Architecture):
         super().__init__()
         self.config, self.embeddings = sizes, Words(sizes)
         self.encoder = Encoder(sizes, causal=family == "clip")
@@ -228,7 +228,7 @@ class TextModule(nn.Module):
 class OneTower(nn.Module):
     """An image encoder without texts."""
 
-    def __init__(self, vision: VisionSizes, family: Family):
+    def __init__(self, vision: VisionSizes, family: Architecture):
         super().__init__()
         self.vision_model = VisionTower(vision, family)
 
@@ -256,7 +256,7 @@ class TwoTowers(nn.Module):
     visual_projection: nn.Linear
     text_projection: nn.Linear
 
-    def __init__(self, vision: VisionSizes, text: TextSizes, family: Family, dim: int = 0):
+    def __init__(self, vision: VisionSizes, text: TextSizes, family: Architecture, dim: int = 0):
         super().__init__()
         self.text_model, self.vision_model = TextModule(text, family), VisionTower(vision, family)
         if family == "siglip":

@@ -280,3 +280,9 @@ def test_words_may_stand_behind_options(images, done, tmp_path, capsys):
 def test_export_has_a_place_of_its_own(done):
     assert main(["export", str(done)]) == 0
     assert (done / "export" / "adapter.safetensors").is_file()
+
+
+def test_only_what_is_needed_is_called_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["run"])
+    assert "required: METHOD\n" in capsys.readouterr().err

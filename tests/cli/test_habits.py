@@ -16,7 +16,9 @@ from run_folders import many, write
 import fedvlm
 from fedvlm import api, backbones
 from fedvlm.cli import main
-from fedvlm.core.weights import WEIGHTS
+from fedvlm.config.config import resolve
+from fedvlm.core.hub_names import WEIGHTS
+from fedvlm.data.pool import Pools
 from fedvlm.data.source import open_source
 from fedvlm.errors import FedvlmError
 from fedvlm.system import console
@@ -134,3 +136,14 @@ def test_short_names_stand_for_weights_on_the_hub(
     assert main(["ls", "backbones"]) == 0
     text = capsys.readouterr().out
     assert all(name in text and about.licence in text for name, about in WEIGHTS.items())
+
+
+def test_a_broken_image_is_named_once(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many methods read the data, each in a view of its own."""
+    data = tmp_path / "data"
+    shutil.copytree(images, data)
+    (next(data.rglob("*.png")).with_name("broken.png")).write_bytes(b"\x89PNG")
+    pools = Pools()
+    for method in ("fedavg", "fedlora", "fedavg"):
+        pools.encode(resolve(method, {"data": str(data)}))
+    assert capsys.readouterr().err.count("left out: ") == 1

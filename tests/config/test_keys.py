@@ -31,6 +31,14 @@ def test_the_page_of_keys_is_current():
     assert all(f"| `{key.name}` |" in text for _, key in all_keys())
 
 
+def test_a_key_with_one_meaning_has_one_row_with_its_default_for_each_part():
+    found = list(keys_page.of_parts(catalogue.load().parts["adapter"]))
+    private = [row for row in found if row[0] == "`private`"]
+    assert len({(key, allowed, meaning) for key, _, allowed, meaning, _ in found}) == len(found)
+    assert "none: the others" in private[0][4] and "`skew`: rotation" in private[0][4] and private[0][1] == "by part"
+    assert [row[4] for row in found if row[0] == "`precision`" and "context" in row[3]] == ["as `position`"]
+
+
 def test_a_comment_inside_brackets_is_a_meaning():
     from fedvlm.config.config import Config
 

@@ -233,6 +233,22 @@ def test_a_large_gpu_scores_more_at_once(monkeypatch):
     assert stacked.max_clients(replace(model.adapter), "cuda") == 8
 
 
+def test_a_large_network_trains_one_client_at_a_time_on_a_gpu(monkeypatch):
+    """Others beside it would add their activations, and no speed: a network computes its clients in turn."""
+    from fedvlm.system import devices
+
+    monkeypatch.setattr(devices, "memory", lambda device: 139 << 30)
+
+    def at_once(adapter: str, megabytes: int) -> int:
+        task, _ = example(adapter)
+        method = Method.build(small_adapter(adapter), registry.find("local", "sgd")(), Mean(), task, 5)
+        weights = torch.zeros(()).expand(megabytes << 18)  # that take no memory
+        return stacked.stack(replace(method, initial={"w": weights}, newcomer={}), "cuda")
+
+    assert [at_once("alexnet", size) for size in (30, 100, 340)] == [8, 2, 1]
+    assert at_once("prompt", 340) == 3
+
+
 def test_runs_are_spread_over_gpus(monkeypatch):
     """Three GPUs: one run on each at first; two more when it is known that a run needs 0.3 of the memory, no more than
     the cores. Runs that need no GPU take the cores that are left."""

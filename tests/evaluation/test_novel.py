@@ -33,7 +33,7 @@ from fedvlm.evaluation import novel
 from fedvlm.evaluation.novel import MACRO
 from fedvlm.evaluation.views import evaluate
 from fedvlm.parts import registry
-from fedvlm.report.figures import LIGHT, gather
+from fedvlm.report.lines import gather
 from fedvlm.report.page import page
 from fedvlm.report.tables import summarise
 from fedvlm.rounds import steps
@@ -428,7 +428,7 @@ def test_files_have_them_too(bench):
 
 def test_the_page_draws_them_by_round(bench, tmp_path):
     found = [RunFolder(p.parent) for p in sorted((bench / "runs").glob("*/run.json"))]
-    line = next(x for x in gather(found, LIGHT) if x.label == "fedclip")
+    line = next(x for x in gather(found) if x.label == "fedclip")
     for m in MEASURES:
         fedclip = [run for run in found if run.record.method.name == "fedclip"]
         by_round = np.mean([[100 * r[m] for r in run.rounds()] for run in fedclip], 0)

@@ -641,6 +641,37 @@ def test_tables_that_were_not_run_again_stay(monkeypatch):
     assert document == results.HEAD + "\n## one\nnew\n\n## two\nkept\n"
 
 
+def test_notes_that_all_tables_have_stand_at_the_head_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import results  # benchmarks/results.py
+
+    own = [
+        "| a |",
+        "- emoji; seeds 1, 2",
+        "- scored on: P on all images",
+        "- test accuracy in %, last round; mean of two",
+    ]
+    said = [
+        "- MB up/round: sum over clients",
+        "- test accuracy in %, last round; ± std over seeds",
+        "- new clients (G): shared",
+    ]
+    assert results.briefly("\n".join([*own, *said])) == "\n".join(own)
+    for note, told in (
+        ("G: shared model on clients; scored on: P on all images", "scored on: P on all images"),
+        (
+            "pacs (9 examples); backbone mini-clip; split 60/20/20; held out: nobody",
+            "pacs (9 examples); held out: nobody",
+        ),
+        (
+            "retina; backbone pixels:192; split 60/20/20; seeds 1",
+            "retina; backbone pixels:192; split 60/20/20; seeds 1",
+        ),
+        ("the paper's numbers were measured with another backbone and are no target: FedOT 1", "paper: FedOT 1"),
+    ):
+        assert results.briefly(f"- {note}") == f"- {told}"
+
+
 def test_rows_that_were_not_run_again_stay_with_their_date(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import own  # benchmarks/own.py

@@ -36,8 +36,10 @@ from fedvlm.parts import registry
 from fedvlm.predict import questions
 from fedvlm.predict.export.card import plain
 from fedvlm.predict.export.onnx import example_images, onnx_difference, pixels_of, preprocessing, to_onnx
+from fedvlm.predict.export.peft import to_peft
 from fedvlm.predict.export.weights import copy_backbone
 from fedvlm.predict.predictor import FAR_BELOW, Predictor, far_below
+from fedvlm.system import files
 
 DOCS = Path(__file__).parents[2] / "docs"
 MINI_CLIP = Path(backbones.ASSETS) / "mini-clip"
@@ -425,3 +427,27 @@ def test_damaged_answers_are_named(run, answers, tmp_path):
 def test_the_log_is_there_only_where_a_client_failed(run):
     assert not (run.folder / "log.txt").exists()
     assert re.search(r"`log.txt` \|.*only if there were any", (DOCS / "start.md").read_text())
+
+
+@pytest.mark.parametrize("name", ["lora", "ffa", "small", "residual"])
+def test_peft_loads_low_rank_changes(name, tmp_path):
+    """Embeddings of images and of texts through PEFT and transformers are those of our predictor."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    model = example(name)
+    for path, data in to_peft(model).items():
+        files.write(tmp_path / path, data)
+    clip = transformers.CLIPModel.from_pretrained(MINI_CLIP, dtype=torch.float32)
+    changed = peft.PeftModel.from_pretrained(clip, tmp_path / "peft").eval()
+    shown = [Image.fromarray(np.random.default_rng(k).integers(0, 256, (80, 90, 3), np.uint8)) for k in range(3)]
+    words = transformers.AutoTokenizer.from_pretrained(MINI_CLIP)(list(model.model.task.phrases), padding=True)
+    given = {"input_ids": torch.tensor(words["input_ids"]), "pixel_values": model.backbone.pixels(shown)}
+    expected = model.probabilities(shown)
+    with torch.no_grad():
+        found = changed(**given).logits_per_image.softmax(1)
+        with changed.disable_adapter():
+            frozen = changed(**given).logits_per_image.softmax(1)
+    assert (found - expected).abs().max() < 1e-5 < 1e-4 < (frozen - expected).abs().max()
+
+
+def test_other_adapters_have_no_layout_of_peft():
+    assert to_peft(example("visual")) == {}

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers import small_setup, train_small
 
 from fedvlm.config.config import resolve
 
@@ -42,6 +43,40 @@ def entry(record, **changes):
 
 def test_the_document_is_what_the_record_says(claims, record):
     assert claims.DOCUMENT.read_text(encoding="utf-8") == claims.document(record.load(claims.RECORD))
+
+
+def test_a_claim_has_a_row_where_it_was_measured_and_is_listed_with_the_reason_elsewhere(claims, record):
+    sides = {"left": {"method": "fedot"}, "right": {"method": "fedclip", "settings": {"keep": True}}}
+    content = {"data": "emoji", "claim": "Better.", "source": "", "compare": {**sides, "measure": "C", "relation": ">"}}
+    tried = claims.Claim("fedot", {"id": "tried", **content}, [claims.Outcome(2, 1, 1, 0.1)], acted=True)
+    page = claims.claim_document.document([tried, claims.Claim("fedot", {"id": "other", **content})], ["b"], ["s"])
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) == 1 and "`tried` Better." in rows[0] and "**holds**" in rows[0]
+    assert "C: `fedot` 2.00; against `fedclip keep=true` 1.00: +1 ± 0.1 |" in rows[0]
+    assert "Not tested (not run): other." in page
+
+
+def test_a_claim_is_said_in_twenty_words(claims):
+    long = [c.name for c in claims.claims(claims.PAPERS, []) if len(str(c.content["claim"]).split()) > 20]
+    assert long == []
+
+
+def test_a_left_side_that_several_comparisons_share_stands_once(claims):
+    rivals = [{"left": {"method": "fedot"}, "right": {"method": m}, "measure": "C", "relation": ">"} for m in "ab"]
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "compare": rivals}
+    claim = claims.Claim("fedot", content, [claims.Outcome(2, 1, 1, 0.1), claims.Outcome(2, 3, -1, 0.2)], acted=True)
+    told = claims.claim_document.compared(claim)
+    assert told == "C: `fedot` 2.00; against `a` 1.00: +1 ± 0.1; `b` 3.00: -1 ± 0.2"
+    paper = [{"left": 5, "right": 4}, {"left": 5, "right": 3}, {"left": 6, "right": 3}]
+    assert claims.claim_document.numbers_of_paper(paper) == "5 and 4; 3; 6 and 3"
+
+
+def test_what_the_seeds_find_is_told_where_nothing_is_decided(claims):
+    content = {"id": "x", "data": "emoji", "claim": "", "source": "", "mechanism": []}
+    content["compare"] = {"left": {"method": "fedot"}, "right": {"method": "a"}, "measure": "C", "relation": ">"}
+    for difference, told in ((0.5, "1.00; found: 1.3"), (5, "1.00")):
+        claim = claims.Claim("fedot", content, [claims.Outcome(2, 1, difference, 1.0)], acted=True, seeds=5)
+        assert claims.claim_document.of_interest(claim) == told
 
 
 def test_every_entry_is_of_a_claim_as_it_is_defined_now(claims, record):
@@ -176,6 +211,14 @@ def test_a_best_lr_at_the_end_of_the_grid_is_tried_further(claims, tried, next_o
     assert claim_runs.beyond(tried) == next_ones
 
 
+@pytest.mark.parametrize("measure", ["local", "base", "novel", "hm"])
+def test_scores_of_base_to_novel_are_of_personal_models_and_so_is_what_chooses_the_lr(claims, measure):
+    """evaluation/novel.py writes the personal models' into the record."""
+    import claim_runs  # benchmarks/claim_runs.py
+
+    assert claim_runs.criterion(measure) == "P"
+
+
 def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monkeypatch):
     content = {"id": "x", "data": "emoji", "claim": "", "source": "", "keys": {}, "mechanism": []}
     sides = [{"method": "fedavg", "on": "tower"}, {"method": "fedavg", "on": "alexnet"}]
@@ -187,6 +230,28 @@ def test_what_must_have_learned_is_read_from_the_side_that_is_meant(claims, monk
     assert claims.untrained(claim, study) == "fedavg on=alexnet"
     content["needs"][0]["on"] = "tower"
     assert claims.untrained(claim, study) == ""
+
+
+def test_what_training_taught_is_read_from_the_records_of_a_run(claims, images, tmp_path):
+    """On validation images: training images are not scored."""
+    run = train_small(images, tmp_path / "run", rounds=3)
+    first, *_, last = [r["shared"]["val"] for r in run.rounds()]
+    assert last != first
+    assert claims.recorded([run], "untrained") == first
+    assert claims.recorded([run], "learned") == pytest.approx(last - first)
+    assert claims.recorded([run], "fitted") is None
+
+
+def test_runs_of_another_machine_are_found_by_what_was_decided_in_them(claims, images, tmp_path):
+    """Also where some of the domains are left out in turn, not all."""
+    import study  # benchmarks/study.py
+
+    asked = {"protocol": "leave-one-domain-out", "unseen": ("openmoji", "noto")}
+    for unseen in asked["unseen"]:
+        assert study.Shelf(tmp_path).of({"it": small_setup(images, **asked)}) == {}
+        train_small(images, tmp_path / unseen, **(asked | {"unseen": unseen}))
+    (found,) = study.Shelf(tmp_path).of({"it": small_setup(tmp_path / images.name, **asked)}).values()
+    assert {run.folder.name for run in found} == {"noto", "openmoji"}
 
 
 def test_a_mechanism_is_read_from_the_side_with_these_settings(claims, monkeypatch):

@@ -24,7 +24,7 @@ from papers.manifest import find
 from papers.published import paper_names
 
 import fedvlm
-from fedvlm.cli import _parse, main
+from fedvlm.cli import COMMANDS, _parse, main
 from fedvlm.cli.commands import encode_server, evaluate, federation, join, serve
 from fedvlm.cli.commands.values import values
 from fedvlm.cli.demo import METHODS
@@ -154,6 +154,23 @@ def test_commands_are_accepted(page):
         except (FedvlmError, SystemExit, AssertionError) as error:
             refused.append(f"{where}: fedvlm {' '.join(words)}: {error}")
     assert refused == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_running_text_exist(page):
+    """`fedvlm COMMAND …`, also without a method."""
+    named = re.findall(r"`fedvlm ([a-z][\w-]*)", pages.FENCE.sub("", pages.text_of(page)))
+    assert set(named) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_the_repository_that_a_page_names_exist(page):
+    """Also as seen from the package, such as rounds/guard.py; NAME and PAPER stand for any."""
+    prose = pages.FENCE.sub("", pages.text_of(page))
+    named = re.findall(r"(?<![\w/.…-])(?!code/)((?:[\w-]+/)+[\w-]+\.(?:py|toml|sh|md|yaml))\b", prose)
+    known = (ROOT, ROOT / "fedvlm", (ROOT / page).parent)
+    absent = {path for path in named if not any((folder / path).exists() for folder in known)}
+    assert {path for path in absent if not re.search(r"(NAME|PAPER)\.yaml$", path)} == set()
 
 
 def test_short_commands_run(world, capsys):

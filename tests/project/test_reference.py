@@ -86,3 +86,6 @@ def test_the_advised_lr_loses_least_where_it_loses_most(monkeypatch):
     far = found(low=(57, 80), shipped=(50, 79), high=(60, 70))
     assert (near.worst(0.01), near.advised) == (1, 0.01)
     assert (far.worst(0.01), far.worst(0.003), far.advised) == (10, 3, 0.003)
+    first = ["fedot", "0.01, advised 0.003", "50.00 (60.00 at 0.03)", "79.00 (80.00 at 0.003)", "10.00"]
+    assert list(defaults.rows([far], ["x", "y"])) == [first]
+    assert defaults.cell(found(low=(1, 1), shipped=(59, 79), high=(2, 2)), "x") == "59.00"

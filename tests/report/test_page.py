@@ -28,8 +28,9 @@ from fedvlm.predict.finished import test_rows as rows_of_tests
 from fedvlm.report import axes, charts, outsiders, svg
 from fedvlm.report.answers import answers, softmax
 from fedvlm.report.details import calibration, confusion, details, mirrored, most_confused, principal
-from fedvlm.report.figures import LIGHT, gather
+from fedvlm.report.lines import gather
 from fedvlm.report.page import PageOptions, code, html
+from fedvlm.report.svg import colour
 from fedvlm.report.tables import summarise
 from fedvlm.training.folder import RunFolder
 from fedvlm.training.planned_run import PlannedRun
@@ -119,7 +120,7 @@ def test_the_front_is_what_nothing_dominates() -> None:
 
 def test_megabytes_are_the_sum_of_all_rounds_so_far(runs: list[RunFolder]) -> None:
     """Each round of these runs sends 2,000 bytes."""
-    spent = charts.megabytes(runs, gather(runs, LIGHT))
+    spent = charts.megabytes(runs, gather(runs))
     assert spent["fedot"] == pytest.approx([0.002 * k for k in range(8)])
 
 
@@ -199,13 +200,13 @@ def test_many_clients_and_methods_stay_small(tmp_path: Path) -> None:
 
 def test_a_method_looks_the_same_on_every_page(tmp_path: Path) -> None:
     """Its colour and mark do not depend on what else is there; two rows of one method have different marks."""
-    alone = gather([write(tmp_path / "a", "ditto", "art")], LIGHT)
-    among = gather([write(tmp_path / "b", m, "art") for m in ("scaffold", "fedavg", "ditto", "fedot")], LIGHT)
+    alone = gather([write(tmp_path / "a", "ditto", "art")])
+    among = gather([write(tmp_path / "b", m, "art") for m in ("scaffold", "fedavg", "ditto", "fedot")])
     (ditto,) = (x for x in among if x.label == "ditto")
-    assert alone[0].number == ditto.number and alone[0].colour == ditto.colour == "#0a62b3"
+    assert alone[0].number == ditto.number and colour(ditto.number) == "f-head"
     assert len({x.number for x in among}) == 4
-    twice = gather([write(tmp_path / "c", "ditto", "art", lr2=v) for v in (1.0, 2.0)], LIGHT)
-    assert len({x.number for x in twice}) == 2 and len({x.colour for x in twice}) == 1
+    twice = gather([write(tmp_path / "c", "ditto", "art", lr2=v) for v in (1.0, 2.0)])
+    assert len({x.number for x in twice}) == 2 and len({colour(x.number) for x in twice}) == 1
 
 
 def test_the_first_screen_has_the_answer(tmp_path: Path) -> None:

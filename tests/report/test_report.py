@@ -23,8 +23,9 @@ from fedvlm.cli import demo
 from fedvlm.core.records import MetricRecord, PartRecord
 from fedvlm.errors import FedvlmError
 from fedvlm.report import fairness
-from fedvlm.report.figures import DARK, LIGHT, drawn, figure, gather, spaced
+from fedvlm.report.figures import drawn, figure
 from fedvlm.report.gains import against_frozen
+from fedvlm.report.lines import gather, spaced
 from fedvlm.report.page import page
 from fedvlm.report.tables import settings, summarise
 from fedvlm.report.written import write_csv
@@ -39,7 +40,7 @@ def test_figure(case: str, tmp_path: Path) -> None:
     with Image.open(tmp_path / "figure.png") as image:
         width, height = image.size
         pixels = np.asarray(image.convert("RGB"), int)
-    assert width >= 800 and height >= 900
+    assert width >= 700 and height >= 350
     assert (pixels.min(2) < 120).sum() > 2000  # axes and text
     grey = case in ("frozen only", "nothing shared")  # references
     assert grey or (np.ptp(pixels, axis=2) > 60).sum() > 200  # markers in a method's colour
@@ -48,7 +49,7 @@ def test_figure(case: str, tmp_path: Path) -> None:
 
 def test_clients_are_ranked_from_worst_to_best(tmp_path: Path) -> None:
     """Compared with the personal models of one run, without the held-out client."""
-    (line,) = gather([write(tmp_path, "fedavg", "art")], LIGHT)
+    (line,) = gather([write(tmp_path, "fedavg", "art")])
     last = line.records[0].finished.last["clients"]
     own = sorted(100 * v["personal"]["test"] for n, v in last.items() if n != "art")
     curve = fairness.ranked_scores(line)
@@ -59,11 +60,11 @@ def test_clients_are_ranked_from_worst_to_best(tmp_path: Path) -> None:
 def test_figure_and_table_agree(tmp_path: Path) -> None:
     runs = many(tmp_path)
     rows = {v["method"]: v for v in summarise(runs).values}
-    for line in gather(runs, LIGHT):
+    for line in gather(runs):
         for metric in ("G", "P"):
             wanted = rows[line.label][metric]
             assert line.last(metric)[0] == pytest.approx(np.nan if wanted is None else wanted, nan_ok=True)
-    fedot = next(x for x in gather(runs, LIGHT) if x.label == "fedot")
+    fedot = next(x for x in gather(runs) if x.label == "fedot")
     assert fedot.rounds == list(range(8))
     assert fedot.over("G")[0] == pytest.approx([41.5 + 5 * k for k in range(8)])
     assert fedot.last("G")[1] == pytest.approx(0.5)  # seeds 1 point apart: s.d. 1/√2, s.e. 1/2
@@ -260,13 +261,13 @@ def test_a_data_frame_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_figure_is_an_object_without_global_state(tmp_path: Path) -> None:
-    """Drawn later, outside matplotlib's settings of the theme, it looks the same."""
+    """It can be saved later, by whom it was given to, and looks as the file that the command writes."""
     runs, before = CASES["one run, names with $"](tmp_path / "runs"), dict(matplotlib.rcParams)
-    made = drawn(runs, DARK)
+    made = drawn(runs)
     assert isinstance(made, Figure) and not list(tmp_path.glob("*.png"))
     assert dict(matplotlib.rcParams) == before and not Gcf.get_all_fig_managers()
     made.savefig(tmp_path / "later.png", dpi=200)
-    figure(runs, tmp_path / "at once.png", DARK)
+    figure(runs, tmp_path / "at once.png")
     with Image.open(tmp_path / "later.png") as one, Image.open(tmp_path / "at once.png") as other:
         assert one.size == other.size
         assert np.abs(np.asarray(one.convert("RGB"), int) - np.asarray(other.convert("RGB"), int)).max() == 0

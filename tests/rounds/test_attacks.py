@@ -37,6 +37,17 @@ def attacks() -> ModuleType:
         return importlib.import_module("attacks")
 
 
+def test_the_page_has_what_the_guard_does_not_always_refuse_and_what_happens_without_it(attacks):
+    guarded = [["away", *["−0.2"] * 5, "–"], ["n", *["−0.2"] * 5, "refused, quarantined after round 3"]]
+    guarded += [["zeros", *["**−9.0**"] * 5, "refused in 1 of 5 runs"], ["loss", *"––––", "**−2.3**", "unseen"]]
+    unguarded = [["shapes", *["**crash**"] * 5], ["n", *["**−45.0**"] * 5], ["**withstands**", *["1 of 3"] * 5]]
+    text = "\n".join(attacks.folded(list("abcde"), guarded, unguarded))
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["| attack", "| ---", "| away", "| zeros"]
+    assert "costs: n." in text and "- loss: e **−2.3**" in text
+    assert "withstand: a 1 of 3, b 1 of 3" in text and "every merge: shapes." in text
+
+
 def pool() -> Pool:
     """Embeddings whose classes lie beside those of their names: there is something to learn."""
     draw = torch.Generator().manual_seed(1)

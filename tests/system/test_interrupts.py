@@ -12,7 +12,7 @@ import time
 import pytest
 
 from fedvlm.errors import FedvlmError
-from fedvlm.system.interrupts import held, stoppable
+from fedvlm.system.interrupts import held, key_words, stoppable
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal to a process group")
@@ -85,3 +85,9 @@ def test_a_process_that_is_started_does_not_see_it():
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[0] == b"1\n" and process.returncode == 0
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_keys_are_written_as_a_command_line_takes_them() -> None:
+    """Lists come from records, tuples from Python: neither may be printed as Python writes them."""
+    given = {"rounds": 5, "unseen": ["a", "b"], "classes": ("cat", "dog")}
+    assert key_words(given) == ["rounds=5", "unseen=a,b", "classes=cat,dog"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedvlm.config import catalogue
 from fedvlm.config.catalogue import Catalogue
 from fedvlm.config.families import FAMILIES, PAPERS, family
-from fedvlm.core.weights import WEIGHTS
+from fedvlm.core.hub_names import WEIGHTS
 from fedvlm.errors import FedvlmError
 from fedvlm.parts import registry
 from fedvlm.system import console
@@ -110,7 +110,7 @@ def list_backbones(known: Catalogue) -> None:
         listed = f"all but {', '.join(missing)}" if len(missing) < len(b.adapters) else ", ".join(b.adapters)
         console.note(f"  adapters: {listed if missing else 'all'}")
     lines = [[name, about.source, about.size, about.licence] for name, about in WEIGHTS.items()]
-    console.rows(["backbone=", "from the hub", "size", "licence"], lines)
+    console.rows(["backbone=", "from the hub", "about", "licence"], lines)
     console.note("weights are read from .safetensors only; docs/backbones.md says where models come from")
 
 

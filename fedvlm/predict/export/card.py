@@ -12,6 +12,7 @@ from fedvlm.core.records import ExportRecord, RunRecord
 from fedvlm.predict import questions
 from fedvlm.predict.predictor import far_below
 from fedvlm.system.formatting import counted
+from fedvlm.system.interrupts import key_words
 from fedvlm.system.names import printable
 from fedvlm.training.folder import RunFolder
 
@@ -170,7 +171,7 @@ def limitations(record: RunRecord, about: ExportRecord) -> str:
 def command(record: RunRecord, about: ExportRecord) -> str:
     hidden, paths = {"seeds", *catalogue.for_purpose("engine", "output")}, catalogue.with_trait("path")
     given = {k: name_only(str(v)) if k in paths else v for k, v in record.given.items() if k not in hidden}
-    words = [f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in given.items()]
+    words = key_words(given)
     words += [] if "seed" in given else [f"seed={record.seed}"]
     recipe = name_only(record.method.path) if record.method.path else record.method.name
     client = "" if about.whose == "shared" else f" --client {printable(about.whose)}"

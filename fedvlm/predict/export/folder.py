@@ -1,7 +1,7 @@
 """An exported folder: written from a run, and loaded where neither the run nor its data is.
 
 config.json (records.ExportRecord) · adapter.safetensors · README.md (the model card) · example.py · and as asked for or
-possible: code/ (an adapter of the user's own) · classifier.safetensors · backbone/ · model.onnx with model.json
+possible: code/ (an adapter of the user's own) · classifier.safetensors · peft/ · backbone/ · model.onnx with model.json
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fedvlm.errors import FedvlmError
 from fedvlm.parts import user_code
 from fedvlm.parts.registry import AXES
 from fedvlm.predict.export.card import card
+from fedvlm.predict.export.peft import to_peft
 from fedvlm.predict.export.weights import BACKBONE, copy_backbone, files_of
 from fedvlm.predict.predictor import (
     Predictor,
@@ -86,6 +87,7 @@ def export(
         weight = predictor.model.adapter.to_linear(task, predictor.params)
         meta = {"classes": json.dumps(task.classes), "use": "logits = normalised image embedding @ weight.T"}
         tensors["classifier.safetensors"] = save({"weight": weight.contiguous()}, meta)
+    tensors |= to_peft(predictor)
     if extras.onnx:
         from fedvlm.predict.export.onnx import DESCRIPTION, MODEL, to_onnx
 

@@ -1,4 +1,5 @@
-"""Short names of weights on the Hugging Face hub: where they come from, how large they are, under which licence."""
+"""Short names of weights on the Hugging Face hub: where they come from, about how large they are, under
+which licence as we know it: the hub's own page counts."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import NamedTuple
 
 class Weights(NamedTuple):
     source: str  # on the hub
-    size: str  # of the files that are fetched
+    size: str  # about, of the files that are fetched
     licence: str
 
 
