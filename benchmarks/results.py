@@ -46,7 +46,7 @@ the paired difference over seeds.
 of the paper's 0.2. Rows of `fedot`, its family and `fedlt` of before 2026-11-19 have a constant rate, not a cosine.
 
 What the tables say of the papers' claims: [claims](claims.md). The price of privacy: [privacy](privacy.md). Our own \
-method: [moments](moments.md).
+method: [moments](moments.md); its rows are of `solver=ridge priors=0`.
 """
 COMMON = ("MB up/round:", "best by more than two standard errors", "test accuracy in %, last round; ±")  # said in HEAD
 USUAL = re.compile(

@@ -416,7 +416,7 @@ def test_a_setting_that_a_part_depends_on_cannot_be_switched_off(given):
 
 
 @pytest.mark.parametrize(
-    "merge", [n for n in registry.names("merge") if registry.find("merge", n).partner in ("", "scaffold")]
+    "merge", [n for n in registry.names("merge") if registry.find("merge", n).partner in ("", "scaffold", "feddyn")]
 )
 def test_every_merge_uses_the_settings_it_accepts(merge):
     """cosine= and gaps= are recorded by every merge; weights= is refused where sizes are not used."""
@@ -428,7 +428,7 @@ def test_every_merge_uses_the_settings_it_accepts(merge):
             "exact": "residual",
             "sparsity": "lora",
         }.get(merge, "head"),
-        "scaffold" if merge == "scaffold" else "sgd",
+        merge if merge in ("scaffold", "feddyn") else "sgd",
     )
     task, data = example(adapter)
     kind = registry.find("merge", merge)(cosine=True, gaps=True)
@@ -451,8 +451,10 @@ def test_every_merge_uses_the_settings_it_accepts(merge):
         "other_text",
         "exact",
         "trajectory",
+        "adaptive",
+        "feddyn",
     ):
-        resolve("scaffold" if merge == "scaffold" else "fedclip", {"merge": merge, "weights": "uniform"})
+        resolve(merge if merge in ("scaffold", "feddyn") else "fedclip", {"merge": merge, "weights": "uniform"})
     else:
         with pytest.raises(FedvlmError, match="weights= is not a key here"):
             resolve("fedclip", {"merge": merge, "weights": "size"})

@@ -19,6 +19,7 @@ from fedvlm.parts.adapters.head import Head
 from fedvlm.parts.adapters.portfolio import Portfolio
 from fedvlm.parts.adapters.prompt import Prompt
 from fedvlm.parts.adapters.rotation import Rotation
+from fedvlm.parts.local.apfl import Apfl
 from fedvlm.parts.local.ditto import Ditto
 from fedvlm.parts.local.prox import Prox
 from fedvlm.parts.local.sgd import Sgd
@@ -55,6 +56,42 @@ def test_ditto_without_its_penalty_is_training_alone():
     rows = play(make(local=Ditto(lr=0.1, batch=4, strength=0.0)), data, 6).rows
     alone = play(make(Head(private=("head",))), data, 6).rows
     close({"head": rows["personal.head"][:5]}, {"head": alone["head"][:5]})
+
+
+def test_apfl_shares_what_sgd_shares_and_mixes_in_a_model_of_its_own():
+    """α = 1: a model trained alone; 0: the shared model; between: v moves by α times the loss's gradient at the mixture."""
+    data = random_data(random_task())
+    plain = play(make(), data, 6)
+    rows, personal = {}, {}
+    for mixture in (0.0, 0.4, 1.0):
+        method = make(local=Apfl(lr=0.1, batch=4, mixture=mixture))
+        played = play(method, data, 6)
+        close(played.state.shared, plain.state.shared)
+        rows[mixture] = played.rows
+        shared = {k: v[None] for k, v in played.state.shared.items()}
+        personal[mixture] = method.local.personal(played.rows, shared)["head"][:5]
+    alone = play(make(Head(private=("head",))), data, 6).rows["head"][:5]
+    close({"head": personal[1.0]}, {"head": alone})
+    close({"head": personal[0.0]}, {"head": plain.state.shared["head"].expand(5, -1, -1)})
+    mixed = 0.4 * rows[0.4]["personal.head"][:5] + 0.6 * plain.state.shared["head"]
+    close({"head": personal[0.4]}, {"head": mixed})
+    assert not torch.allclose(rows[0.4]["personal.head"][:5], alone, atol=1e-3)
+
+
+def test_apfls_own_model_steps_along_the_gradient_at_the_mixture():
+    task = random_task()
+    data = random_data(task, [(4, 0, 0)] * 6)
+    rows = play(make(local=Apfl(lr=0.1, batch=4, mixture=0.3)), data, 6, rounds=1).rows
+    start, x, y = task.names(), data.x[:4], data.y[:4]
+
+    def step(at: torch.Tensor, head: torch.Tensor, rate: float) -> torch.Tensor:
+        at = at.clone().requires_grad_()
+        (found,) = torch.autograd.grad(F.cross_entropy(task.scale * x @ at.T, y), at)
+        return head - rate * found
+
+    trained = step(start, start, 0.1)
+    expected = step(0.3 * start + 0.7 * trained, start, 0.1 * 0.3)
+    close({"head": rows["personal.head"][0]}, {"head": expected})
 
 
 def test_ditto_with_a_large_penalty_stays_near_the_shared_model():

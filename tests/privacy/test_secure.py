@@ -649,6 +649,7 @@ METHODS = [
     ("outsiders", "sgd", registry.find("merge", "classwise")()),
     ("prompt", "sgd", registry.find("merge", "classwise")(weights="uniform")),
     ("attention", "ditto", registry.find("merge", "classwise")()),
+    ("head", "sgd", registry.find("merge", "adaptive")(server_rule="momentum", server_lr=1.0)),
 ]
 
 
@@ -711,7 +712,9 @@ def test_too_few_clients_are_not_even_asked(double):
             method.round(method.init(len(data)), Cohort(None, ids, 1, lost=lost, secure=SECURE))
 
 
-@pytest.mark.parametrize("name", [n for n in registry.names("merge") if n not in ("mean", "classwise", "moments")])
+@pytest.mark.parametrize(
+    "name", [n for n in registry.names("merge") if n not in ("mean", "classwise", "moments", "adaptive")]
+)
 def test_merges_that_look_at_single_replies_are_refused(name):
     assert needs_replies(registry.find("merge", name)()).startswith("works on the replies of single clients")
 
