@@ -465,7 +465,7 @@ def job(
 
     part = PartRecord("")
     plan = Plan(
-        "bench", "hostile", fed.sites, MethodRecord(""), part, part, part, [], {}, {}, "", ""
+        "bench", folder.name, fed.sites, MethodRecord(""), part, part, part, [], {}, {}, "", ""
     )  # only its name counts
     admin.write_job(folder, plan)
     for party, component in (("server", server), ("client", site or {})):
