@@ -439,7 +439,7 @@ def prepared(folder: Path) -> Federation:
     (package / "federation" / "hostile.py").write_bytes(Path(__file__).read_bytes())
     for kind, name in (("server", "Server"), ("site", "Relay")):
         patch(package / "federation" / "settings.py", f'"{kind}": [', f'"{kind}": ["{MODULE}.{name}", ')
-    own = "serve(Agent(Path(sys.argv[1]), sys.argv[2])"
+    own = "serve_site(Agent(Path(sys.argv[1]), sys.argv[2])"
     patch(
         package / "federation" / "agent.py",
         f"    {own}",
@@ -465,7 +465,7 @@ def job(
 
     part = PartRecord("")
     plan = Plan(
-        "bench", "hostile", fed.sites, MethodRecord(""), part, part, part, [], {}, {}, "", ""
+        "bench", folder.name, fed.sites, MethodRecord(""), part, part, part, [], {}, {}, "", ""
     )  # only its name counts
     admin.write_job(folder, plan)
     for party, component in (("server", server), ("client", site or {})):

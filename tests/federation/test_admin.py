@@ -244,3 +244,53 @@ def test_what_sites_encode_is_told(follower, capsys):
     office.look(server)
     told = capsys.readouterr()
     assert (told.out + told.err).count("north encodes its data: 50 %") == 1 and "south" not in told.out + told.err
+
+
+RUN = {"state": "waiting", "reason": "no site is connected", "jobs": 2, "round": 7, "rounds": 10, "missing": ["south"]}
+KNOWN = {
+    "sites": {"north": 3.0},
+    "excluded": ["west"],
+    "runs": [RUN | {"name": n, "left_out": {"south": "its disk is full"}} for n in ("fedot-a", "fedot-b", "fedavg-a")],
+}
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """`fedvlm federation …` with a server that answers this after what it knows."""
+    from fedvlm.federation import status
+
+    def said(*given: str, answer: dict | None = None) -> tuple[int, list]:
+        server = Server(KNOWN, answer or {})
+        sent = []
+        server.do_command = lambda command, props, ask=server.do_command: (sent.append(command), ask(command, props))[1]
+        about = SimpleNamespace(federation="hearts", host="hub", port=1)
+        monkeypatch.setattr(status, "session", lambda kit: contextlib.nullcontext((server, about)))
+        return main(["federation", given[0], "admin.zip", *given[1:]]), sent
+
+    return said
+
+
+def test_the_words_of_the_office(words, capsys):
+    assert words("status")[0] == 0
+    said = capsys.readouterr().out
+    assert "3 s ago" in said and "excluded" in said and "7 of 10" in said and "no site is connected" in said
+    assert "fedot-a: south does not take part: its disk is full" in said
+    assert words("runs", "--json")[0] == 0
+    assert json.loads(capsys.readouterr().out)["runs"] == KNOWN["runs"]
+    assert words("stop", "fedavg") == (0, ["fedvlm_look runs", "fedvlm_keep stop fedavg-a"])
+    assert words("exclude", "south")[1][-1] == "fedvlm_keep exclude south"
+    assert "south is excluded" in capsys.readouterr().out
+    assert words("logs", "fedot-b", answer={"lines": ["1 healed"]})[0] == 0 and "1 healed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "why"),
+    [
+        (["stop", "fedot"], {}, "fedot is the beginning of several runs"),
+        (["stop", "prompts"], {}, "prompts is no run there; there is fedot-a"),
+        (["stop", "fedot-a"], {"refused": "fedot-a is not under way: it is done"}, "it is done"),
+    ],
+)
+def test_words_that_cannot_be_are_refused(words, capsys, given, answer, why):
+    code, sent = words(*given, answer=answer)
+    assert code == 1 and why in capsys.readouterr().err and len(sent) == (2 if answer else 1)
