@@ -262,8 +262,10 @@ MERGES["text_server"] = Case(
     "feddtl-decoupled", LORA | {"text_layers": 1}, 5, SEEDS[:1], "the same LoRA, supervised, 5 rounds, seed 50"
 )
 NOT_TRIED = (
+    "adaptive",
     "exact",
     "experts",
+    "feddyn",
     "moments",
     "other_text",
     "prototypes",

@@ -7,7 +7,6 @@ What leaves is checked against the site's own rules (rules.py) and written down 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -340,10 +339,10 @@ def bound_memory(gigabytes: float) -> None:
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
-    if importlib.util.find_spec("resource"):  # not on Windows
-        import resource
+    import psutil  # NVFlare needs it, too
 
-        resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 1e9), resource.RLIM_INFINITY))
+    if limit := getattr(psutil.Process(), "rlimit", None):  # on Linux
+        limit(psutil.RLIMIT_DATA, (int(gigabytes * 1e9), psutil.RLIM_INFINITY))
 
 
 class Ended:

@@ -34,7 +34,7 @@ class Rules:
     counts: bool = True  # false: how many examples this site has is not told, and it counts as one
     smallest_examples: int = 8  # behind any number that leaves: of training and of each class in it, of a scored split
     device: str = "auto"  # where runs train here, of DEVICES; auto: a GPU, if any, for networks and prompts
-    memory: float = 0.0  # GB that the process of a run may take here; 0: all that there are
+    memory: float = 0.0  # GB that the process of a run may take here, on Linux; 0: all that there are
     step_seconds: float = 0.0  # an answer that takes longer is not given; 0: however long it takes
     answers_every: float = (
         0.0  # seconds: an answer leaves at a multiple of them, so that its time tells less; 0: at once

@@ -177,7 +177,7 @@ class Site:
         """What can be said of an agent that ended: nothing that depends on the data."""
         if shutil.disk_usage(self.home).free < LEAST:
             return FULL
-        killed = self.agent is not None and self.agent.process.returncode == -signal.SIGKILL
+        killed = self.agent is not None and self.agent.process.returncode == -getattr(signal, "SIGKILL", 9)
         return "it was killed, as it happens when memory is short" if killed else ""
 
     def progress(self, run: str) -> str:

@@ -586,29 +586,12 @@ def test_rules_that_became_stricter_hold_for_a_new_process(federation):
     assert "this site's rules allow no method fedavg" in told.error
 
 
-SLOW = """
-import sys, time
-from pathlib import Path
-from fedvlm.federation import agent
-from fedvlm.federation.agent import Agent, serve_site
-
-class Slow(Agent):
-    def answer(self, request):
-        if request.header.step == "train":
-            time.sleep(float(sys.argv[2]))
-        return self.told(request, {}, "asked")
-
-import os
-serve_site(Slow(Path(sys.argv[1]), "run"), os.fdopen(0, "rb", buffering=0), os.fdopen(1, "wb", buffering=0))
-"""
-
-
 def limited(place: Path, rules: str, seconds: float, steps: list[str]) -> tuple[list[str], list[float], int]:
     """What a site with these rules answers to these steps, whose training takes so long, when, and how it ended."""
     (place / "site.yaml").write_text(rules)
     about = {"site": "north", "federation": "test", "data": str(place), "backbone": "mini-clip"}
     (place / "site.json").write_text(json.dumps(about | {"rules": str(place / "site.yaml")}))
-    call = [sys.executable, "-c", SLOW, str(place), str(seconds)]
+    call = [sys.executable, str(Path(__file__).parents[1] / "slow_agent.py"), str(place), str(seconds)]
     with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
         assert process.stdin and process.stdout
         said, times = [], []

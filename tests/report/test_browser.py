@@ -78,7 +78,7 @@ def test_three_widths_two_schemes_and_no_overflow(tab, tmp_path) -> None:
                 assert tab.evaluate(OVERFLOWS) == 0, (address, width, scheme)
                 assert tab.evaluate(CUT_OFF) == [], (address, width, scheme)
             colours.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
-            colours.add(tab.evaluate("getComputedStyle(document.querySelector('.mark')).fill"))
+            colours.add(tab.evaluate("getComputedStyle(document.querySelector('.axis')).fill"))
         assert len(colours) == 4
 
 

@@ -248,6 +248,7 @@ def altered(run: RunFolder, key: str, value: object) -> RunFolder:
 # measured beside, and what is compared by other things than the key's value
 ONE_ROW = {"seed", "seeds", "unseen", "protocol", "metrics"}
 ONE_ROW |= {"federation", "engine", "device", "chunk", "workers", "threads", "timeout", "grace", "jobs", "launcher"}
+ONE_ROW |= {"start_timeout"}
 ONE_ROW |= {"launch", "log", "out"}
 ONE_ROW |= {"data", "backbone", "names", "split_file", "duplicates", "columns"}  # by the fingerprints of what they hold
 

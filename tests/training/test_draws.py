@@ -106,9 +106,9 @@ def covering() -> list[tuple[str, str, str]]:
     return found
 
 
-# A personal copy is trained on batches of the same order as the shared model (fedrep's two parts, ditto's two models, the
-# steps by which perfedavg adapts), and memory remembers the same images in every round
-TWICE_ON_PURPOSE = {"ditto", "fedrep", "perfedavg", "memory"}
+# A personal copy is trained on batches of the same order as the shared model (fedrep's two parts, ditto's and apfl's two
+# models, the steps by which perfedavg adapts), and memory remembers the same images in every round
+TWICE_ON_PURPOSE = {"apfl", "ditto", "fedrep", "perfedavg", "memory"}
 # Clients side by side have the same draw in a step, so that they are one computation
 SAME_FOR_CLIENTS = {"gallop", "lapt", "proda"}
 

@@ -19,6 +19,7 @@ WITHOUT_EFFECT = {
     "workers",
     "timeout",
     "grace",
+    "start_timeout",
     "device",
     "log",
 }
