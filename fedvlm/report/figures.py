@@ -136,7 +136,8 @@ def draw(ax: Axes, element: ElementTree.Element, style: str, right: float, down:
             ax.add_patch(PathPatch(outline, facecolor=face, edgecolor=edge, linewidth=width, zorder=3))
         case "path":
             outline = path_of(element.attrib["d"], right, down)
-            ax.add_patch(PathPatch(outline, fill=False, edgecolor=stroke, linewidth=1.3, linestyle=dashes))
+            curve = PathPatch(outline, fill=False, edgecolor=stroke, linewidth=1.3, linestyle=dashes, zorder=2.5)
+            ax.add_patch(curve)
         case "text":
             side = next((s for k, s in (("middle", "center"), ("end", "right")) if k in kinds), "left")
             label = "label" in kinds
